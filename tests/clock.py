@@ -1,0 +1,71 @@
+"""A clock that stands still until a test moves it."""
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class FakeClock:
+    """`tinyq.Clock` by hand: wall and monotonic time move together with `advance`, the wall alone with `step_wall`."""
+
+    def __init__(self, start: str = "2026-01-01T12:00:00+00:00") -> None:
+        self._wall = (datetime.fromisoformat(start) - EPOCH) // timedelta(microseconds=1)
+        self._steady = 1000.0
+        self._sleepers: list[tuple[float, asyncio.Event]] = []
+
+    def time(self) -> int:
+        return self._wall
+
+    def monotonic(self) -> float:
+        return self._steady
+
+    def now(self) -> datetime:
+        return EPOCH + timedelta(microseconds=self._wall)
+
+    async def wait(self, wake: asyncio.Event, seconds: float) -> None:
+        if wake.is_set() or seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        sleeper = (self._steady + seconds, wake)
+        self._sleepers.append(sleeper)
+        try:
+            await wake.wait()
+        finally:
+            self._sleepers.remove(sleeper)
+
+    async def advance(self, seconds: float) -> None:
+        """Move time, stopping at every moment somebody sleeps until, and let the loop turn at each."""
+        await self.settle()
+        end = self._steady + seconds
+        while True:
+            due = min((moment for moment, _ in self._sleepers), default=end)
+            if due > end:
+                break
+            self._move(max(self._steady, due))
+            for moment, wake in list(self._sleepers):
+                if moment <= self._steady:
+                    wake.set()
+            await self.settle()
+            if due >= end:
+                break
+        self._move(end)
+        await self.settle()
+
+    def step_wall(self, seconds: float) -> None:
+        """Move the wall clock alone, as an administrator or NTP would."""
+        self._wall += round(seconds * 1e6)
+
+    def block(self, seconds: float) -> None:
+        """Let time pass while nothing in the loop can run."""
+        self._move(self._steady + seconds)
+
+    def _move(self, steady: float) -> None:
+        self._wall += round((steady - self._steady) * 1e6)
+        self._steady = steady
+
+    @staticmethod
+    async def settle(turns: int = 30) -> None:
+        """Let everything run that can run without time passing (in this loop; threads are not waited for)."""
+        for _ in range(turns):
+            await asyncio.sleep(0)

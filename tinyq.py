@@ -1,0 +1,3962 @@
+"""tinyq: the background work of a FastAPI or Starlette service, in one file.
+
+    @tinyq.task(timeout=30, queue="emails")
+    async def send_receipt(order_id: int) -> None: ...
+
+    @tinyq.every(60)
+    async def refresh_rates() -> None: ...
+
+    async with tinyq.lifespan(app, db="jobs.db"):                  # in the application's lifespan, innermost
+        await tinyq.enqueue(send_receipt, 7)                       # best-effort: in memory, tracked, retried, drained
+        await tinyq.enqueue(send_receipt, 7, durable=True)         # durable: committed to SQLite when this returns
+
+The life of a job: `enqueue` (or the next fire time of a schedule) makes a `JobRow` and inserts it into a store. A claim step
+takes due rows for which there is room, under a lease. The handler is called in one function, which turns whatever happens
+into an `Outcome`; `decide`, which is pure, turns the outcome into a `Settlement`; the store writes it if the claim still
+holds. Best-effort and durable jobs take this one road; only the store differs. A durable job may run
+twice (after a crash, a lost lease): its handler must be idempotent.
+
+Contents
+     1. Imports and surface
+     2. Errors and signals
+     3. Vocabulary: what users pass
+     4. Vocabulary: what travels inside
+     5. Time
+     6. Payload
+     7. Options and handlers
+     8. Store contract
+     9. Memory store
+    10. SQLite store: schema and statements
+    11. SQLite store: rows in one transaction
+    12. SQLite store: the owner of the file
+    13. Running one job: the call
+    14. Running one job: the decision
+    15. Loops: driver and slots
+    16. Loops: the crew that claims, runs and settles
+    17. Loops: schedules
+    18. Loops: the engine, from start to stop
+    19. Job handle
+    20. Tasks
+    21. TinyQ
+    22. Default instance
+"""
+
+# ── 1. Imports and surface ────────────────────────────────────────────────────────────────────────────────────────────
+# Standard library only, and nothing runs at import: no loop, file or thread. Drivers are imported when a store opens.
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import heapq
+import inspect
+import itertools
+import json
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Generic,
+    Literal,
+    NamedTuple,
+    Never,
+    ParamSpec,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    TypeVarTuple,
+    Unpack,
+    cast,
+    overload,
+)
+
+if TYPE_CHECKING:
+    import random
+    import sqlite3
+
+    import aiosqlite
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlreadyStarted",
+    "Cancel",
+    "Clock",
+    "ConfigurationError",
+    "Count",
+    "CurrentJob",
+    "DuplicateTask",
+    "Job",
+    "JobCancelled",
+    "JobError",
+    "JobFailed",
+    "JobNotFound",
+    "KeyConflict",
+    "NoResult",
+    "NotStarted",
+    "Options",
+    "PayloadError",
+    "PayloadTooLarge",
+    "QueueFull",
+    "Retry",
+    "RetryAfter",
+    "ScheduleStats",
+    "ShuttingDown",
+    "Snooze",
+    "State",
+    "Stats",
+    "StoreBusy",
+    "StoreError",
+    "Task",
+    "TinyQ",
+    "TinyQError",
+    "UnknownTask",
+    "configure",
+    "current_job",
+    "drain",
+    "enqueue",
+    "enqueue_many",
+    "every",
+    "get",
+    "lifespan",
+    "quiesce",
+    "requeue",
+    "run",
+    "spawn",
+    "start",
+    "stats",
+    "stop",
+    "task",
+]
+
+log = logging.getLogger("tinyq")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+C_co = TypeVar("C_co", covariant=True)
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+# ── 2. Errors and signals ─────────────────────────────────────────────────────────────────────────────────────────────
+# What tinyq raises, and what a handler may raise to say something other than "this failed".
+# Plain mistakes at a call are TypeError or ValueError, as everywhere in Python.
+
+
+class TinyQError(Exception):
+    """Base of every error that tinyq raises, TypeError and ValueError for plain mistakes aside."""
+
+
+class NotStarted(TinyQError, RuntimeError):
+    """Work was handed to a TinyQ that has not been started, or that runs in another event loop."""
+
+
+class AlreadyStarted(TinyQError, RuntimeError):
+    """`start`, `lifespan` or `configure` was called while this TinyQ runs."""
+
+
+class ShuttingDown(TinyQError, RuntimeError):
+    """Work was handed to a TinyQ that is stopping or has stopped; nothing was stored."""
+
+
+class ConfigurationError(TinyQError, ValueError):
+    """The options of a TinyQ do not allow this, or contradict each other."""
+
+
+class QueueFull(TinyQError):
+    """`max_pending` best-effort jobs are waiting, and none left within the time that `enqueue` waits for room."""
+
+
+class KeyConflict(TinyQError):
+    """A job with this `key` is pending or running, and `on_conflict="raise"` was asked for."""
+
+
+class UnknownTask(TinyQError, LookupError):
+    """A best-effort job names a task that is not registered here."""
+
+
+class DuplicateTask(TinyQError, ValueError):
+    """A second task was registered under a name that is taken."""
+
+
+class PayloadError(TinyQError, TypeError):
+    """A durable job's argument is something that JSON cannot carry; the message names the task and the path to it."""
+
+
+class PayloadTooLarge(TinyQError, ValueError):
+    """A durable job's arguments take more than `max_payload` bytes of JSON."""
+
+
+class StoreError(TinyQError):
+    """The database cannot be opened, read or written. What was being written has not been stored."""
+
+
+class StoreBusy(StoreError):
+    """Another connection held the database's write lock for longer than tinyq waits."""
+
+
+class JobError(TinyQError):
+    """Base of what `Job.result` and `get` raise about one job."""
+
+
+class JobFailed(JobError):
+    """The job is dead. `type` and `message` describe the last error; in the process that ran it, `__cause__` is that error."""
+
+    def __init__(self, type: str, message: str = "") -> None:
+        super().__init__(f"{type}: {message}" if message else type)
+        self.type = type
+        self.message = message
+
+
+class JobCancelled(JobError):
+    """The job was cancelled, expired, or lost at shutdown; `reason` says which."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class NoResult(JobError):
+    """There is no result to give: it was not kept (`result_ttl`), or the job is not going to run in this process."""
+
+
+class JobNotFound(JobError, LookupError):
+    """No job with this id: it never was, or it has finished and was not kept."""
+
+
+class Signal(Exception):
+    """Base of what a handler may raise to steer its own job."""
+
+
+class Snooze(Signal):
+    """Come back in `seconds` (float or timedelta, not negative). Uses no attempt; at most 10,000 times a job."""
+
+    def __init__(self, seconds: float | timedelta) -> None:
+        self.seconds = duration(seconds, "Snooze")
+        super().__init__(f"snoozed for {self.seconds:g} s")
+
+
+class RetryAfter(Signal):
+    """This attempt failed; if attempts are left, the next one starts in `seconds` instead of after the backoff."""
+
+    def __init__(self, seconds: float | timedelta, reason: str = "") -> None:
+        self.seconds = duration(seconds, "RetryAfter")
+        super().__init__(reason or f"asked to be retried after {self.seconds:g} s")
+
+
+class Cancel(Signal):
+    """Stop this job for good. It ends as cancelled, which is not a failure."""
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(reason or "cancelled by its handler")
+
+
+# ── 3. Vocabulary: what users pass ────────────────────────────────────────────────────────────────────────────────────
+# Values that appear in signatures, checked once, here. Durations are seconds or timedelta; `None` means unset, zero is a value.
+
+
+def duration(value: object, name: str, *, zero: bool = True, infinite: bool = False) -> float:
+    """Seconds as a float; TypeError or ValueError that names the option otherwise."""
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r}: give seconds as a number, or a timedelta")
+    if math.isnan(value) or value < 0 or (value == 0 and not zero) or (math.isinf(value) and not infinite):
+        wanted = "not negative" if zero else "greater than zero"
+        raise ValueError(f"{name} is {value!r}: it must be {wanted}{'' if infinite else ' and finite'}")
+    return float(value)
+
+
+class State(StrEnum):
+    """Where a job is in its life. The last three are final."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    DONE = "done"
+    DEAD = "dead"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """How often a failing job starts again, and how long it waits before that.
+
+    The delay after failure n (n = 1, 2, …) is d = min(cap, base · factor^(n-1)) seconds, then jitter:
+    "equal" (default) draws from [d/2, d], "full" from [d/10, d], "none" takes d. `delays` gives the delays themselves,
+    taken as they are, the last one repeated; `max_attempts` then defaults to one start more than there are delays.
+
+    max_attempts: starts altogether, the first included; `math.inf` for no limit. Default 5.
+    base, cap: seconds or timedelta. Defaults 5 s and 900 s: about 5 s, 30 s, 3 min and 15 min apart.
+    retry_on: the exception type, or types, that are retried; anything else is dead at once. Default: all.
+    give_up_on: types that are dead at once even if `retry_on` includes them.
+
+    Raises TypeError or ValueError for values that make no sense.
+    """
+
+    max_attempts: float | None = None
+    base: float | timedelta = 5.0
+    factor: float = 6.0
+    cap: float | timedelta = 900.0
+    jitter: Literal["equal", "full", "none"] | bool = "equal"
+    retry_on: type[BaseException] | tuple[type[BaseException], ...] = BaseException
+    give_up_on: type[BaseException] | tuple[type[BaseException], ...] = ()
+    delays: Sequence[float | timedelta] = ()
+
+    def __post_init__(self) -> None:
+        def fix(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        fix("delays", tuple(duration(delay, f"Retry.delays[{i}]") for i, delay in enumerate(self.delays)))
+        if self.max_attempts is None:
+            fix("max_attempts", len(self.delays) + 1 if self.delays else 5)
+        starts = self.max_attempts
+        if isinstance(starts, bool) or not isinstance(starts, (int, float)):
+            raise TypeError(f"Retry.max_attempts is {starts!r}: give a whole number of starts")
+        if not starts >= 1 or (starts != math.inf and starts != int(starts)):
+            raise ValueError(f"Retry.max_attempts is {starts!r}: it counts all starts, so it is 1 or more (1: never retry)")
+        fix("base", duration(self.base, "Retry.base"))
+        fix("cap", duration(self.cap, "Retry.cap", infinite=True))
+        fix("factor", duration(self.factor, "Retry.factor", zero=False))
+        if isinstance(self.jitter, bool):
+            fix("jitter", "equal" if self.jitter else "none")
+        if self.jitter not in ("equal", "full", "none"):
+            raise ValueError(f"Retry.jitter is {self.jitter!r}: it is 'equal', 'full' or 'none'")
+        for name in ("retry_on", "give_up_on"):
+            kinds = getattr(self, name)
+            kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+            if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
+                raise TypeError(f"Retry.{name} is {getattr(self, name)!r}: give exception types")
+            fix(name, kinds)
+
+    def delay(self, failures: int, rng: random.Random | None = None) -> float:
+        """Seconds to wait after the given number of failures (1 or more)."""
+        if self.delays:
+            return cast(float, self.delays[min(failures, len(self.delays)) - 1])
+        base, cap = cast(float, self.base), cast(float, self.cap)
+        exponent: float = failures - 1
+        if self.factor > 1 and base > 0:  # clamped before the power, which overflows at attempt 1,024 for factor 2
+            reach = math.log(min(cap, 1e12) / base) / math.log(self.factor) if cap > 0 else 0.0
+            exponent = min(exponent, max(0, math.ceil(reach)))
+        longest: float = min(cap, base * self.factor**exponent)
+        if self.jitter == "none":
+            return longest
+        return (rng or dice()).uniform(longest / (2 if self.jitter == "equal" else 10), longest)
+
+    def gives_up_on(self, error: BaseException) -> bool:
+        """Whether this error ends the job whatever attempts are left."""
+        return isinstance(error, self.give_up_on) or not isinstance(error, self.retry_on)
+
+
+@functools.cache
+def dice() -> random.Random:
+    """Made when first used: importing random takes a millisecond."""
+    import random
+
+    return random.Random()
+
+
+ONE_START: Final = Retry(max_attempts=1)
+RetryOption = Retry | Sequence[float | timedelta] | Literal[False] | None
+OnConflict = Literal["reuse", "queue", "replace", "raise"]
+Promote = Literal[True, False, "interrupted"]
+
+
+def as_retry(value: object) -> Retry:
+    """The `retry` option in any of its three forms."""
+    if isinstance(value, Retry):
+        return value
+    if value is False:
+        return ONE_START
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and value:
+        return Retry(delays=tuple(value))
+    raise TypeError(f"retry is {value!r}: give tinyq.Retry(...), a list of delays in seconds, or False")
+
+
+class Options(TypedDict, total=False):
+    """The options of a job: on a task, on `task.options(...)`, or on `enqueue`; the nearest one wins, None is unset.
+
+    durable: commit the job to the database before returning. Default False: best-effort, in memory.
+    queue: the bulkhead whose slots it uses. Default "default".
+    priority: higher starts first within a queue. Default 0.
+    delay, run_at: start in so many seconds / at an aware datetime. Default: now. Not both.
+    expires: seconds from now, or an aware datetime; a job not started by then is cancelled.
+    key, on_conflict: one pending job per task and key. If there is one: "reuse" it (default, also a running one), "queue" one
+        behind the running one, "replace" the pending one's arguments and time, or "raise" KeyConflict.
+    retry: a Retry, a list of delays, or False.
+    timeout: seconds a handler may run. Default 300; `math.inf` for no limit.
+    result_ttl, failure_ttl: seconds that a result / a dead or cancelled job is kept. Defaults 0 and 7 days.
+    """
+
+    durable: bool | None
+    queue: str | None
+    priority: int | None
+    delay: float | timedelta | None
+    run_at: datetime | None
+    expires: float | timedelta | datetime | None
+    key: str | None
+    on_conflict: OnConflict | None
+    retry: RetryOption
+    timeout: float | timedelta | None
+    result_ttl: float | timedelta | None
+    failure_ttl: float | timedelta | None
+
+
+@dataclass(slots=True)
+class Count:
+    """How many jobs of one queue and task are in one state; `due` of them could start now if there were room."""
+
+    queue: str
+    task: str
+    state: State
+    durable: bool
+    count: int
+    due: int = 0
+
+
+@dataclass(slots=True)
+class ScheduleStats:
+    """One schedule in this process: how often it fired, was skipped because the last run was not over, or missed its time."""
+
+    name: str
+    fired: int
+    skipped: int
+    missed: int
+    last: datetime | None
+    next: datetime | None
+
+
+@dataclass(slots=True)
+class Stats:
+    """What `stats()` answers: live best-effort jobs of this process and all stored jobs of its namespace."""
+
+    counts: tuple[Count, ...]
+    unknown: tuple[str, ...]
+    schedules: tuple[ScheduleStats, ...]
+
+    def count(self, *, queue: str | None = None, task: str | None = None, state: str | None = None) -> int:
+        """The number of jobs that match what is given."""
+        return sum(
+            c.count for c in self.counts if queue in (None, c.queue) and task in (None, c.task) and state in (None, c.state)
+        )
+
+
+# ── 4. Vocabulary: what travels inside ────────────────────────────────────────────────────────────────────────────────
+# The row of a job, the room a claim may fill, what came of a run, and what is written about it. No behaviour beyond that.
+
+
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]  # of a call: positions, keywords
+
+
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
+class JobRow:
+    """One job. The fields down to `keep_until` are the columns of `tinyq_jobs`, in this order; the rest lives in this process.
+
+    Moments are integer microseconds since the epoch, UTC. A row is owned by the store that holds it.
+    """
+
+    id: bytes
+    task: str
+    queue: str
+    priority: int
+    run_at: int
+    created: int
+    seq: int = 0
+    namespace: str = "default"
+    lane: str = ""  # the value of `limit_by`; part of the claim index from the start
+    state: State = State.PENDING
+    ready: int | None = None  # why a pending job is or is not claimable, see LATER and its neighbours
+    payload: str | None = None
+    payload_version: int = 1
+    options: str | None = None  # JSON of what `enqueue` overrode for the run itself
+    headers: str | None = None  # JSON for middleware: trace context and the like
+    key: str | None = None
+    expires: int | None = None
+    schedule: str | None = None
+    fire_time: int | None = None
+    attempts: int = 0  # starts; counted by the claim
+    claim_no: int = 0  # grows with every claim: the fence that every write of an outcome carries
+    snoozes: int = 0
+    interruptions: int = 0
+    lost: int = 0
+    parked: int | None = None
+    worker: str | None = None
+    lease: int | None = None
+    started: int | None = None
+    finished: int | None = None
+    cancel_at: int | None = None
+    reason: str | None = None
+    error: str | None = None
+    traceback: str | None = None
+    result: str | None = None
+    keep_until: int | None = None
+
+    durable: bool = False
+    call: Arguments | None = None
+    handler: Handler | None = None
+    settings: Settings | None = None
+    on_conflict: OnConflict = "reuse"
+    context: contextvars.Context | None = None
+    value: Any = ...  # what the handler returned, if it ran here; Ellipsis if it did not
+    exception: BaseException | None = None
+    waiters: list[asyncio.Future[None]] | None = None
+    ticket: int = 0  # which of its heap entries is the valid one
+
+
+# `JobRow.ready` of a pending row. NULL for every other state, so that the partial indexes hold nothing else.
+LATER: Final = 0  # its time has not come
+CLAIMABLE: Final = 1
+HELD: Final = 2  # behind a running job with the same key
+FRAGILE: Final = 3  # claimable, but a worker died on it: one at a time, so that a poison job takes no neighbours along
+
+FOREVER: Final = 253_402_300_799_000_000  # the last second of the year 9999, in microseconds: the latest moment there is
+
+
+class Settings(NamedTuple):
+    """All options of one job, resolved and checked."""
+
+    durable: bool = False
+    queue: str = "default"
+    priority: int = 0
+    delay: float = 0.0
+    run_at: int | None = None
+    expires: float | datetime | None = None
+    key: str | None = None
+    on_conflict: OnConflict = "reuse"
+    retry: Retry = ONE_START
+    timeout: float = 300.0
+    result_ttl: float = 0.0
+    failure_ttl: float = 7 * 86400.0
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Handler:
+    """A callable that jobs call, and what is known of it. `fewest` and `most` bound a call by position alone."""
+
+    name: str
+    fn: Callable[..., Any]
+    is_async: bool
+    registered: bool
+    signature: inspect.Signature | None
+    fewest: float
+    most: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+    promote: Promote | None = None
+
+
+class Room(NamedTuple):
+    """What a claim may take: free slots, and the tasks known here (True: runs in a thread)."""
+
+    shared: int
+    named: Mapping[str, int]
+    threads: int
+    fragile: int
+    tasks: Mapping[str, bool]
+
+    def free(self, queue: str, task: str) -> int:
+        """How many jobs of this queue and task could start now."""
+        in_thread = self.tasks.get(task)
+        if in_thread is None:
+            return 0
+        slots = self.named.get(queue, self.shared)
+        return min(slots, self.threads) if in_thread else slots
+
+    def pick(self, ordered: Iterable[tuple[str, str, T]]) -> list[T]:
+        """From (queue, task, thing), best first, those that fit together into the room."""
+        slots, threads, picked = {**self.named, "": self.shared}, self.threads, []
+        for queue_name, task_name, thing in ordered:
+            pool = queue_name if queue_name in self.named else ""
+            in_thread = self.tasks[task_name]
+            if slots[pool] > 0 and (threads > 0 or not in_thread):
+                slots[pool] -= 1
+                threads -= in_thread
+                picked.append(thing)
+        return picked
+
+
+OutcomeKind = Literal[
+    "done",
+    "failed",
+    "timeout",
+    "snooze",
+    "cancelled",
+    "expired",
+    "interrupted",
+    "unstarted",
+    "parked",
+    "undecodable",
+    "lost",
+    "dropped",
+]
+
+
+class Outcome(NamedTuple):
+    """What came of one claim, as a value."""
+
+    kind: OutcomeKind
+    value: Any = None
+    error: BaseException | None = None
+    delay: float | None = None
+    reason: str | None = None
+
+
+class Settlement(NamedTuple):
+    """What is to be written about one claimed row, if the claim numbered `claim_no` still holds."""
+
+    seq: int
+    claim_no: int
+    state: State
+    run_at: int
+    attempts: int
+    snoozes: int
+    interruptions: int
+    lost: int
+    parked: int | None
+    reason: str | None
+    error: str | None
+    traceback: str | None
+    result: str | None
+    keep_until: int | None
+    keep: bool  # False: the finished row is deleted at once
+
+
+class Inserted(NamedTuple):
+    """What became of a row given to `insert`: created, or the existing row that a key led to, or a fire time lost or skipped."""
+
+    row: JobRow
+    verdict: Literal["created", "existing", "replaced", "lost", "overlap"]
+
+
+class Claimed(NamedTuple):
+    """Rows now leased to the caller, best first, and the moment at which the next one comes due, if known."""
+
+    rows: Sequence[JobRow]
+    next_at: int | None
+
+
+# ── 5. Time ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# Moments, ids that sort by time, fire times. Pure but for the clock, which is an object that a test can replace.
+
+
+class Clock(Protocol):
+    """Where tinyq takes the time from. Pass your own as `TinyQ(clock=…)` to move time by hand in tests."""
+
+    def time(self) -> int:
+        """Microseconds since the epoch, UTC."""
+        ...
+
+    def monotonic(self) -> float:
+        """Seconds that only ever grow."""
+        ...
+
+    async def wait(self, wake: asyncio.Event, seconds: float) -> None:
+        """Return when `wake` is set or `seconds` (possibly infinite) have passed."""
+        ...
+
+
+class SystemClock:
+    """The machine's clocks."""
+
+    def time(self) -> int:
+        return time.time_ns() // 1000
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    async def wait(self, wake: asyncio.Event, seconds: float) -> None:
+        if wake.is_set() or seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        # The timer sets the event itself: no second task and no cancellation, which asyncio.wait_for would cost.
+        timer = asyncio.get_running_loop().call_later(min(seconds, 86400.0), wake.set)
+        try:
+            await wake.wait()
+        finally:
+            timer.cancel()
+
+
+def later(moment: int, seconds: float) -> int:
+    """The moment so many seconds after this one, no later than there are datetimes for."""
+    return FOREVER if seconds > 2e11 else min(FOREVER, moment + round(seconds * 1e6))
+
+
+def as_datetime(moment: int | None) -> datetime | None:
+    return None if moment is None else datetime.fromtimestamp(0, UTC) + timedelta(microseconds=moment)
+
+
+def as_moment(value: object, name: str) -> int:
+    """Microseconds of an aware datetime; TypeError for anything else, since a guessed zone runs jobs hours early or late."""
+    if not isinstance(value, datetime):
+        raise TypeError(f"{name} is {value!r}: give an aware datetime")
+    if value.utcoffset() is None:
+        raise TypeError(f"{name} is {value!r}, without a time zone: use datetime.now(UTC) + …, or .replace(tzinfo=…)")
+    return (value - datetime.fromtimestamp(0, UTC)) // timedelta(microseconds=1)
+
+
+def new_id(now: int) -> bytes:
+    """A UUID version 7 (RFC 9562): milliseconds, then 12 bits of the fraction, then 62 random bits. Sorts by time."""
+    ms, us = divmod(now, 1000)
+    tail = 0x8000000000000000 | int.from_bytes(os.urandom(8), "big") >> 2
+    return ((ms << 16 | 0x7000 | us * 4096 // 1000) << 64 | tail).to_bytes(16, "big")
+
+
+def id_text(raw: bytes) -> str:
+    h = raw.hex()
+    return f"{h[:8]}-{h[8:12]}-{h[12:16]}-{h[16:20]}-{h[20:]}"
+
+
+def id_bytes(text: str) -> bytes:
+    """The id behind its text; b"", which no job has, for what is not an id."""
+    with contextlib.suppress(ValueError, AttributeError):
+        raw = bytes.fromhex(text.replace("-", ""))
+        return raw if len(raw) == 16 else b""
+    return b""
+
+
+def next_fire(after: int, period: int, offset: int) -> int:
+    """The first multiple of the period since the epoch, moved by the offset, that is later than `after`."""
+    return after - (after - offset) % period + period
+
+
+def missed_fires(due: int, now: int, period: int) -> int:
+    """How many fire times have passed between one that is due and now."""
+    return max(0, (now - due) // period)
+
+
+# ── 6. Payload ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# Arguments and results as JSON, both ways. Strict: what would come back as another type (a tuple, a number as a key) or
+# would not be JSON (NaN) is refused when it is handed in. There is no pickle in either direction.
+
+PAYLOAD_VERSION: Final = 1
+
+
+class Undecodable(ValueError):
+    """A stored payload that this version cannot read."""
+
+
+def foreign(value: object, path: str = "") -> str | None:
+    """Where and what in a value JSON cannot carry as it is; None if nothing."""
+    kind = type(value)
+    if value is None or kind in (str, int, bool) or (kind is float and math.isfinite(cast(float, value))):
+        return None
+    if kind is list:
+        parts = ((f"{path}[{i}]", item) for i, item in enumerate(cast("list[object]", value)))
+    elif kind is dict:
+        strange = next((key for key in cast("dict[object, object]", value) if type(key) is not str), None)
+        if strange is not None:
+            return f"{path} has the key {strange!r} of type {type(strange).__qualname__}; keys must be str"
+        parts = ((f"{path}[{key!r}]", item) for key, item in cast("dict[str, object]", value).items())
+    elif kind is float:
+        return f"{path} is {value!r}, which is not JSON"
+    else:
+        return f"{path} is of type {kind.__module__}.{kind.__qualname__}".replace(" builtins.", " ")
+    return next((found for found in itertools.starmap(foreign_part, parts) if found), None)
+
+
+def foreign_part(path: str, value: object) -> str | None:
+    return foreign(value, path)
+
+
+def encode_call(handler: Handler | None, name: str, call: Arguments, limit: int) -> str:
+    """The JSON of a call. Raises PayloadError (naming task and path) or PayloadTooLarge."""
+    args, kwargs = call
+    parameters = list(handler.signature.parameters) if handler and handler.signature else []
+    try:
+        for i, value in enumerate(args):
+            found = foreign(value, parameters[i] if i < len(parameters) else f"args[{i}]")
+            if found:
+                break
+        else:
+            found = next((f for f in itertools.starmap(foreign_part, kwargs.items()) if f), None)
+        text = "" if found else json.dumps([list(args), dict(kwargs)], separators=(",", ":"), allow_nan=False)
+    except (RecursionError, ValueError) as error:
+        found, text = f"the arguments are nested too deep, or in a circle, or a number is too long ({error})", ""
+    if found:
+        raise PayloadError(
+            f"task {name!r}: {found}; JSON cannot carry that to a durable job: pass an id, a str, or a plain list or dict instead"
+        )
+    if len(text) > limit:
+        raise PayloadTooLarge(
+            f"task {name!r}: the arguments take {len(text):,} bytes of JSON and max_payload is {limit:,}: "
+            "store the data and pass its id, or raise max_payload"
+        )
+    return text
+
+
+def decode_call(payload: str | None, version: int) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments in a stored payload; Undecodable if it is not one."""
+    if version != PAYLOAD_VERSION:
+        raise Undecodable(f"undecodable: payload version {version}, and this tinyq reads {PAYLOAD_VERSION}")
+    try:
+        args, kwargs = json.loads(payload or "")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Undecodable(f"undecodable: the payload is not the JSON of a call ({type(error).__name__})") from None
+    if not isinstance(args, list) or not isinstance(kwargs, dict):
+        raise Undecodable("undecodable: the payload is JSON, but not [arguments, keywords]")
+    return args, kwargs
+
+
+def encode_overrides(name: str, overrides: Mapping[str, Any]) -> str | None:
+    """What `enqueue` said about the run itself, to be stored with the row; None if it said nothing."""
+    kept: dict[str, Any] = {key: overrides[key] for key in ("timeout", "result_ttl", "failure_ttl") if key in overrides}
+    retry = overrides.get("retry")
+    if retry is not None:
+        if retry.retry_on != (BaseException,) or retry.give_up_on != ():
+            raise TypeError(f"task {name!r}: retry_on and give_up_on cannot be stored with a durable job: put them on the task")
+        kept["retry"] = [retry.max_attempts, retry.base, retry.factor, retry.cap, retry.jitter, list(retry.delays)]
+    return json.dumps(kept) if kept else None
+
+
+def decode_overrides(text: str | None) -> dict[str, Any]:
+    """Its inverse. Infinity travels as JSON's usual extension, which only this pair of functions reads."""
+    kept: dict[str, Any] = json.loads(text) if text else {}
+    if "retry" in kept:
+        starts, base, factor, cap, jitter, delays = kept["retry"]
+        kept["retry"] = Retry(starts, base, factor, cap, jitter, delays=delays)
+    return kept
+
+
+def error_text(error: BaseException) -> str:
+    """`Type: message` on one line, at most 500 characters."""
+    try:
+        message = " ".join(str(error).split())
+    except Exception:
+        message = "(its message cannot be shown)"
+    text = f"{type(error).__qualname__}: {message}" if message else type(error).__qualname__
+    return text if len(text) <= 500 else text[:499] + "…"
+
+
+def traceback_text(error: BaseException) -> str:
+    """The traceback, its last 4,000 characters."""
+    return "".join(traceback.format_exception(error))[-4000:]
+
+
+# ── 7. Options and handlers ───────────────────────────────────────────────────────────────────────────────────────────
+# What a user may say about a TinyQ, a task and a call, checked at the call, with the way out in the message.
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    import difflib  # only ever needed for a message
+
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    return did_you_mean(name, known) or f"; known are {', '.join(sorted(known)) or 'none'}"
+
+
+def whole(value: object, name: str, least: int, most: int = 2**31 - 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}: give a whole number")
+    if not least <= value <= most:
+        raise ValueError(
+            f"{name} is {value!r}: it must be at least {least:,}" + ("" if value < least else f" and at most {most:,}")
+        )
+    return value
+
+
+def text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}: give a str")
+    if not value or len(value) > 255:
+        raise ValueError(f"{name} is {value!r}: give 1 to 255 characters")
+    return value
+
+
+def flag(value: object, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}: give True or False")
+    return value
+
+
+def choice(value: object, name: str, *allowed: object) -> Any:
+    if not any(value is item or (isinstance(item, str) and value == item) for item in allowed):
+        raise ValueError(f"{name} is {value!r}: give one of {', '.join(map(repr, allowed))}")
+    return value
+
+
+def expiry(value: object, name: str) -> float | datetime:
+    if isinstance(value, datetime):
+        as_moment(value, name)
+        return value
+    return duration(value, name)
+
+
+CHECKS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "durable": lambda value: flag(value, "durable"),
+    "queue": lambda value: text(value, "queue"),
+    "priority": lambda value: whole(value, "priority", -(2**31)),
+    "delay": lambda value: duration(value, "delay"),
+    "run_at": lambda value: as_moment(value, "run_at"),
+    "expires": lambda value: expiry(value, "expires"),
+    "key": lambda value: text(value, "key"),
+    "on_conflict": lambda value: choice(value, "on_conflict", "reuse", "queue", "replace", "raise"),
+    "retry": as_retry,
+    "timeout": lambda value: duration(value, "timeout", zero=False, infinite=True),
+    "result_ttl": lambda value: duration(value, "result_ttl", infinite=True),
+    "failure_ttl": lambda value: duration(value, "failure_ttl", infinite=True),
+}
+
+
+def check_options(options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Job options, checked and in plain units; None is left out. TypeError or ValueError names `where` and the option."""
+    checked = {}
+    for name, value in options.items():
+        if name not in CHECKS:
+            raise TypeError(f"{where}: unknown option {name!r}{hint(name, CHECKS)}")
+        if value is not None:
+            try:
+                checked[name] = CHECKS[name](value)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{where}: {error}") from None
+    if "delay" in checked and "run_at" in checked:
+        raise ValueError(f"{where}: delay and run_at both say when to start: give one of them")
+    return checked
+
+
+class Configuration(TypedDict, total=False):
+    """The options of a TinyQ, beside `db`: the path of the SQLite file, None (default) for best-effort jobs only. It may be the
+    application's own database.
+
+    concurrency: jobs that run at once in this process, in all queues that `queues` does not name. Default 20.
+    queues: own numbers of slots for some queues, such as {"emails": 50}; 0 means not served here.
+    threads: plain functions that run at once. Default min(concurrency, 32).
+    max_pending: best-effort jobs that may wait in memory. Default 10,000.
+    max_payload: bytes of JSON that a durable job's arguments may take. Default 1,048,576.
+    grace: seconds that running jobs are given at shutdown. Default 10.
+    lease: seconds for which a worker owns a job before it must renew; a crash is noticed after that. Default 30, at least 0.3.
+    synchronous: "full" (default): an acknowledged durable job survives a power cut. "normal": it survives a crash of the
+        process, but a power cut may take the last ones along.
+    promote: at shutdown, store best-effort jobs that were not started, if there is a database. Default True.
+    worker: False to claim no durable jobs and fire no shared schedules in this process. Default True.
+    namespace: services that share a file but not their jobs have different ones. Default "default".
+    worker_name: how this process is called in rows and logs; made unique anyway. Default: the host's name.
+    clock: see Clock.
+    timeout, retry, result_ttl, failure_ttl: the outermost level of the options of the same names.
+    """
+
+    concurrency: int
+    queues: Mapping[str, int] | None
+    threads: int | None
+    max_pending: int
+    max_payload: int
+    grace: float | timedelta
+    lease: float | timedelta
+    synchronous: Literal["full", "normal"]
+    promote: Promote
+    worker: bool
+    namespace: str
+    worker_name: str | None
+    clock: Clock | None
+    timeout: float | timedelta
+    retry: RetryOption
+    result_ttl: float | timedelta
+    failure_ttl: float | timedelta
+
+
+class Config(NamedTuple):
+    """A Configuration, complete and checked."""
+
+    db: str | None
+    concurrency: int
+    queues: Mapping[str, int]
+    threads: int
+    max_pending: int
+    max_payload: int
+    grace: float
+    lease: float
+    synchronous: str
+    promote: Promote
+    worker: bool
+    namespace: str
+    worker_name: str | None
+    clock: Clock
+    defaults: Mapping[str, Any]  # of job options
+
+
+def configure_from(given: Mapping[str, Any]) -> Config:
+    """Raises TypeError, ValueError or ConfigurationError; opens nothing."""
+    known = {"db", *Configuration.__annotations__}
+    for name in given:
+        if name not in known:
+            raise TypeError(f"TinyQ: unknown option {name!r}{hint(name, known)}")
+    queues = {text(name, "a queue's name"): whole(n, f"queues[{name!r}]", 0) for name, n in (given.get("queues") or {}).items()}
+    concurrency = whole(given.get("concurrency", 20), "concurrency", 1)
+    threads, worker_name = given.get("threads"), given.get("worker_name")
+    lease = duration(given.get("lease", 30.0), "lease", zero=False)
+    if lease < 0.3:
+        raise ValueError(f"lease is {lease!r}: it must be at least 0.3 s, since it is renewed every quarter of it")
+    return Config(
+        db=database_path(given.get("db")),
+        concurrency=concurrency,
+        queues=queues,
+        threads=min(concurrency, 32) if threads is None else whole(threads, "threads", 1),
+        max_pending=whole(given.get("max_pending", 10_000), "max_pending", 1),
+        max_payload=whole(given.get("max_payload", 1_048_576), "max_payload", 1),
+        grace=duration(given.get("grace", 10.0), "grace", infinite=True),
+        lease=lease,
+        synchronous=choice(given.get("synchronous", "full"), "synchronous", "full", "normal"),
+        promote=choice(given.get("promote", True), "promote", True, False, "interrupted"),
+        worker=flag(given.get("worker", True), "worker"),
+        namespace=text(given.get("namespace", "default"), "namespace"),
+        worker_name=None if worker_name is None else text(worker_name, "worker_name"),
+        clock=given.get("clock") or SystemClock(),
+        defaults=check_options({name: given.get(name) for name in ("timeout", "retry", "result_ttl", "failure_ttl")}, "TinyQ"),
+    )
+
+
+def database_path(db: object) -> str | None:
+    if db is None:
+        return None
+    try:
+        path = os.fspath(cast(Any, db))
+    except TypeError:
+        path = None
+    if not isinstance(path, str):
+        raise TypeError(f"db is {db!r}: give the path of an SQLite file")
+    if not path or ":memory:" in path or "mode=memory" in path:
+        raise ConfigurationError(
+            f"db is {path!r}, which no other connection can see: leave db out for jobs in memory, or give a path"
+        )
+    if "://" in path or path.startswith("file:"):
+        raise ConfigurationError(f"db is {path!r}: give the plain path of an SQLite file, not a URL")
+    return path
+
+
+def from_environment() -> dict[str, Any]:
+    """TINYQ_DB, TINYQ_WORKER (0 or 1) and TINYQ_GRACE (seconds), for the default instance."""
+    found: dict[str, Any] = {}
+    if path := os.environ.get("TINYQ_DB"):
+        found["db"] = path
+    if worker := os.environ.get("TINYQ_WORKER"):
+        if worker.lower() not in ("0", "1", "false", "true", "no", "yes"):
+            raise ConfigurationError(f"TINYQ_WORKER is {worker!r}: set it to 0 or 1")
+        found["worker"] = worker.lower() in ("1", "true", "yes")
+    if grace := os.environ.get("TINYQ_GRACE"):
+        try:
+            found["grace"] = duration(float(grace), "TINYQ_GRACE", infinite=True)
+        except ValueError:
+            raise ConfigurationError(f"TINYQ_GRACE is {grace!r}: set it to a number of seconds") from None
+    return found
+
+
+def resolve(config: Config, handler: Handler | None, overrides: Mapping[str, Any]) -> Settings:
+    """All options of one call: the nearest level wins."""
+    merged: dict[str, Any] = {"retry": Retry() if handler is None or handler.registered else ONE_START}
+    if handler is None or handler.registered:
+        merged |= config.defaults
+    else:
+        merged |= {name: value for name, value in config.defaults.items() if name != "retry"}
+    for level in (handler.options if handler else {}, overrides):
+        if "delay" in level:
+            merged.pop("run_at", None)
+        if "run_at" in level:
+            merged.pop("delay", None)
+        merged |= level
+    return Settings(**merged)
+
+
+def make_handler(
+    fn: Callable[..., Any], name: str | None = None, options: Mapping[str, Any] | None = None, promote: Promote | None = None
+) -> Handler:
+    """What jobs need to know of a callable. With options (possibly empty) it is a registered task, without a bare one."""
+    if not callable(fn):
+        raise TypeError(f"{fn!r} is not callable: a task is a function, a method, a partial or another callable")
+    core = fn
+    while isinstance(core, functools.partial):
+        core = core.func
+    call: Any = core if inspect.isroutine(core) or isinstance(core, type) else type(core).__call__
+    if inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call):
+        raise TypeError(f"{fn!r} is a generator function, whose body a call does not run: use def or async def without yield")
+    if name is None:
+        owner = core if hasattr(core, "__qualname__") else type(core)
+        name = f"{owner.__module__}.{owner.__qualname__}"
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        signature = None  # some callables written in C do not tell
+    fewest, most = positional_bounds(signature)
+    return Handler(
+        text(name, "a task's name"), fn, inspect.iscoroutinefunction(call), options is not None, signature, fewest, most,
+        options or {}, promote,
+    )  # fmt: skip
+
+
+def positional_bounds(signature: inspect.Signature | None) -> tuple[float, float]:
+    """How few and how many arguments may be given by position alone; (inf, 0) if a keyword is always needed."""
+    if signature is None:
+        return 0, math.inf
+    fewest, most = 0.0, 0.0
+    for parameter in signature.parameters.values():
+        required = parameter.default is parameter.empty
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            fewest, most = fewest + required, most + 1
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            most = math.inf
+        elif parameter.kind is parameter.KEYWORD_ONLY and required:
+            return math.inf, 0
+    return fewest, most
+
+
+# ── 8. Store contract ─────────────────────────────────────────────────────────────────────────────────────────────────
+# Where jobs live. A store knows rows, leases and claim numbers; it reads no clock, computes no backoff, looks up no task.
+# Each verb takes a list, is one transaction, and says which rows it changed. Raises StoreError, StoreBusy.
+
+
+class Store(Protocol):
+    """The verbs, in life order; every store has exactly these."""
+
+    async def open(self) -> None:
+        """Make the store usable; idempotent for the data, called once for the object."""
+        ...
+
+    async def insert(self, rows: Sequence[JobRow], now: int) -> Sequence[Inserted]:
+        """All rows or none. Keys are resolved, and fire times recorded, together with the rows; KeyConflict stores none."""
+        ...
+
+    async def claim(self, room: Room, worker: str, lease: int, now: int) -> Claimed:
+        """Due rows that fit into the room become running: lease, worker, claim number and attempt in one statement."""
+        ...
+
+    async def extend(self, claims: Sequence[tuple[int, int, str | None]], lease: int) -> Mapping[int, int | None]:
+        """Give (seq, claim_no, note) a later lease. Answers the seqs still held, each with the moment a cancel was asked for."""
+        ...
+
+    async def settle(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
+        """Write outcomes. Answers the state of each seq whose claim still held; the others are left alone."""
+        ...
+
+    async def cancel(self, ids: Sequence[bytes], reason: str, keep_until: int | None, now: int) -> Mapping[bytes, State]:
+        """Pending rows become cancelled, running ones are marked. Answers the state of each row that exists."""
+        ...
+
+    async def requeue(self, ids: Sequence[bytes], now: int) -> Sequence[bytes]:
+        """Dead and cancelled rows become pending with fresh counters. Answers those that did."""
+        ...
+
+    async def reclaim(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
+        """Like settle, for rows of others, and only where the lease ended before now."""
+        ...
+
+    async def get(self, ids: Sequence[bytes]) -> Sequence[JobRow]:
+        """The rows with these ids, those that exist."""
+        ...
+
+    async def list(self, state: State, lease_before: int | None = None, limit: int = 100) -> Sequence[JobRow]:
+        """Rows in one state, oldest lease or sequence first; with `lease_before`, those whose lease ends sooner."""
+        ...
+
+    async def counts(self, now: int) -> Sequence[Count]:
+        """How many rows there are by queue, task and state, and how many of the pending ones are due."""
+        ...
+
+    async def prune(self, now: int, limit: int = 500) -> int:
+        """Delete finished rows whose time is over, at most so many; answers how many."""
+        ...
+
+    async def close(self) -> None:
+        """Finish what has been accepted and let go of the store; idempotent."""
+        ...
+
+
+def claimable(row: JobRow, now: int) -> int:
+    """The `ready` value of a row that becomes pending now and is not held behind another."""
+    return LATER if row.run_at > now else FRAGILE if row.lost else CLAIMABLE
+
+
+def resolve_key(
+    rule: OnConflict, pending: object, running: object
+) -> Literal["create", "hold", "pending", "running", "replace", "conflict"]:
+    """What `on_conflict` means when a job with the same key is pending, running, both or neither."""
+    if not pending and not running:
+        return "create"
+    if rule == "raise":
+        return "conflict"
+    if pending:
+        return "replace" if rule == "replace" else "pending"
+    return "running" if rule == "reuse" else "hold"
+
+
+def key_conflict(row: JobRow) -> KeyConflict:
+    return KeyConflict(f"task {row.task!r} already has a pending or running job with key {row.key!r}; nothing was stored")
+
+
+def merged_into(id: bytes) -> str:
+    return f"merged into {id_text(id)}, which has the same key"
+
+
+# What `on_conflict="replace"` takes over from the newcomer, and what `requeue` resets.
+REPLACED: Final = ("queue", "priority", "run_at", "payload", "payload_version", "options", "headers", "expires", "lane")
+FRESH: Final[Mapping[str, Any]] = {
+    "state": State.PENDING, "attempts": 0, "snoozes": 0, "interruptions": 0, "lost": 0, "parked": None, "expires": None,
+    "reason": None, "error": None, "traceback": None, "result": None, "keep_until": None, "finished": None, "cancel_at": None,
+}  # fmt: skip
+
+
+def apply(row: JobRow, change: Settlement, now: int) -> None:
+    """Do to a row in memory what `settle` does to a stored one, except for `ready`."""
+    row.state, row.run_at, row.attempts, row.snoozes = change.state, change.run_at, change.attempts, change.snoozes
+    row.interruptions, row.lost, row.parked, row.reason = change.interruptions, change.lost, change.parked, change.reason
+    row.error, row.traceback, row.result, row.keep_until = change.error, change.traceback, change.result, change.keep_until
+    row.finished = None if change.state is State.PENDING else now
+    row.lease = row.ready = None
+
+
+# ── 9. Memory store ───────────────────────────────────────────────────────────────────────────────────────────────────
+# Best-effort jobs: the same verbs over Python objects. It never suspends, so its verbs are atomic by themselves.
+
+Entry = tuple[int, int, int, int, JobRow]  # sorts as a claim takes: -priority, run_at, seq; then the ticket of this entry
+MEMORY_KEEPS: Final = 1_000  # finished rows kept for `get` and `stats`, whatever their TTL: memory is not a table
+
+
+class MemoryStore:
+    """Rows in dictionaries and heaps. Entries of rows that have moved on are dropped when they come up."""
+
+    def __init__(self) -> None:
+        self._rows: dict[bytes, JobRow] = {}
+        self._live: dict[int, JobRow] = {}  # running, by seq
+        self._lanes: dict[tuple[str, str, str, int], list[Entry]] = {}
+        self._later: list[Entry] = []  # the same with priority 0
+        self._finished: deque[JobRow] = deque()
+        self._keys: dict[tuple[str, str, State], JobRow] = {}
+        self._fired: dict[str, int] = {}
+        self._seq = itertools.count(1)
+        self.pending = 0
+
+    async def open(self) -> None:
+        """Nothing to open."""
+
+    async def insert(self, rows: Sequence[JobRow], now: int) -> Sequence[Inserted]:
+        for row in rows:
+            if row.key is not None and row.on_conflict == "raise" and any(self._same_key(row)):
+                raise key_conflict(row)
+        return [self._insert_one(row, now) for row in rows]
+
+    def _insert_one(self, row: JobRow, now: int) -> Inserted:
+        if row.schedule is not None and row.fire_time is not None:
+            if self._fired.get(row.schedule, -1) >= row.fire_time:
+                return Inserted(row, "lost")
+            self._fired[row.schedule] = row.fire_time
+        held = False
+        if row.key is not None:
+            pending, running = self._same_key(row)
+            action = resolve_key(row.on_conflict, pending, running)
+            if action == "replace" and pending is not None:
+                for name in REPLACED:
+                    setattr(pending, name, getattr(row, name))
+                pending.call, pending.context, pending.settings = row.call, row.context, row.settings
+                if pending.ready != HELD:
+                    self._enlist(pending, now)
+                return Inserted(pending, "replaced")
+            if action == "conflict":
+                raise key_conflict(row)
+            existing = pending if action == "pending" else running if action == "running" else None
+            if existing is not None:
+                return Inserted(existing, "existing")
+            held = action == "hold"
+        row.seq = next(self._seq)
+        self._rows[row.id] = row
+        self._become_pending(row, now, held)
+        return Inserted(row, "created")
+
+    def _same_key(self, row: JobRow) -> tuple[JobRow | None, JobRow | None]:
+        return (
+            self._keys.get((row.task, cast(str, row.key), State.PENDING)),
+            self._keys.get((row.task, cast(str, row.key), State.RUNNING)),
+        )
+
+    def _become_pending(self, row: JobRow, now: int, held: bool = False) -> None:
+        self.pending += 1
+        if row.key is not None:
+            self._keys[row.task, row.key, State.PENDING] = row
+        if held:
+            row.ready = HELD
+        else:
+            self._enlist(row, now)
+
+    def _enlist(self, row: JobRow, now: int) -> None:
+        row.ready = claimable(row, now)
+        row.ticket += 1
+        if row.ready == LATER:
+            heap, priority = self._later, 0
+        else:
+            heap, priority = self._lanes.setdefault((row.queue, row.task, row.lane, row.ready), []), row.priority
+        heapq.heappush(heap, (-priority, row.run_at, row.seq, row.ticket, row))
+        if len(heap) > 2 * self.pending + 64:  # more dead entries than live ones: rows cancelled or replaced while they waited
+            heap[:] = [entry for entry in heap if not self._stale(entry)]
+            heapq.heapify(heap)
+
+    @staticmethod
+    def _stale(entry: Entry) -> bool:
+        row = entry[4]
+        return row.state is not State.PENDING or row.ticket != entry[3]
+
+    def _leave(self, row: JobRow) -> None:
+        """Forget what made the row pending or running; its heap entry dies by itself."""
+        if row.state is State.PENDING:
+            self.pending -= 1
+        else:
+            self._live.pop(row.seq, None)
+        if row.key is not None and self._keys.get((row.task, row.key, row.state)) is row:
+            del self._keys[row.task, row.key, row.state]
+
+    async def claim(self, room: Room, worker: str, lease: int, now: int) -> Claimed:
+        while self._later and (self._later[0][1] <= now or self._stale(self._later[0])):
+            entry = heapq.heappop(self._later)
+            if not self._stale(entry):
+                self._enlist(entry[4], now)
+        found = self._candidates(room)
+        taken = room.pick((entry[4].queue, entry[4].task, entry[4]) for entry in found)
+        if len(taken) < len(found):
+            chosen = {row.seq for row in taken}
+            for entry in found:
+                if entry[2] not in chosen:
+                    self._enlist(entry[4], now)
+        for row in taken:
+            self._leave(row)
+            row.state, row.ready, row.worker, row.lease, row.started = State.RUNNING, None, worker, lease, now
+            row.claim_no += 1
+            row.attempts += 1
+            self._live[row.seq] = row
+            if row.key is not None:
+                self._keys[row.task, row.key, State.RUNNING] = row
+        return Claimed(taken, self._later[0][1] if self._later else None)
+
+    def _candidates(self, room: Room) -> Sequence[Entry]:
+        """Off each lane that has room the best entries, as many as the lane's room; sorted together."""
+        found: list[Entry] = []
+        for lane in list(self._lanes):
+            queue_name, task_name, _, ready = lane
+            most, heap = room.free(queue_name, task_name), self._lanes[lane]
+            if ready == FRAGILE:
+                most = min(most, room.fragile)
+            while most > 0 and heap:
+                entry = heapq.heappop(heap)
+                if not self._stale(entry):
+                    found.append(entry)
+                    most -= 1
+            if not heap:
+                del self._lanes[lane]
+        found.sort()
+        return found
+
+    async def extend(self, claims: Sequence[tuple[int, int, str | None]], lease: int) -> Mapping[int, int | None]:
+        held: dict[int, int | None] = {}
+        for seq, claim_no, note in claims:
+            row = self._live.get(seq)
+            if row is not None and row.claim_no == claim_no:
+                row.lease, row.error = lease, note or row.error
+                held[seq] = row.cancel_at
+        return held
+
+    async def settle(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
+        return self._settle(settlements, FOREVER, now)
+
+    def _settle(self, settlements: Sequence[Settlement], lease_before: int, now: int) -> Mapping[int, State]:
+        changed = {}
+        for change in settlements:
+            row = self._live.get(change.seq)
+            if row is None or row.claim_no != change.claim_no or (row.lease or 0) >= lease_before:
+                continue
+            self._leave(row)
+            successor = self._same_key(row)[0] if row.key is not None else None
+            apply(row, change, now)
+            if successor is not None:
+                if row.state is State.PENDING:
+                    successor.run_at = min(successor.run_at, row.run_at)
+                    row.state, row.finished, row.reason = State.CANCELLED, now, merged_into(successor.id)
+                if successor.ready == HELD:
+                    self._enlist(successor, now)
+            if row.state is State.PENDING:
+                self._become_pending(row, now)
+            else:
+                self._finish(row, change.keep or change.state is State.PENDING)
+            changed[row.seq] = row.state
+        return changed
+
+    def _finish(self, row: JobRow, keep: bool) -> None:
+        row.context = None
+        if not keep:
+            self._rows.pop(row.id, None)
+            return
+        self._finished.append(row)
+        if len(self._finished) > MEMORY_KEEPS:
+            self._rows.pop(self._finished.popleft().id, None)
+
+    async def cancel(self, ids: Sequence[bytes], reason: str, keep_until: int | None, now: int) -> Mapping[bytes, State]:
+        states = {}
+        for row in await self.get(ids):
+            if row.state is State.PENDING:
+                self._leave(row)
+                row.state, row.reason, row.finished, row.keep_until, row.ready = State.CANCELLED, reason, now, keep_until, None
+                self._finish(row, keep_until is None or keep_until > now)
+            elif row.state is State.RUNNING:
+                row.cancel_at = row.cancel_at or now
+            states[row.id] = row.state
+        return states
+
+    async def requeue(self, ids: Sequence[bytes], now: int) -> Sequence[bytes]:
+        again = [row for row in await self.get(ids) if row.state in (State.DEAD, State.CANCELLED)]
+        for row in again:
+            if row.key is not None and self._same_key(row)[0] is not None:
+                raise key_conflict(row)
+            self._finished.remove(row)
+            for name, value in FRESH.items():
+                setattr(row, name, value)
+            row.run_at = now
+            self._become_pending(row, now, held=row.key is not None and self._same_key(row)[1] is not None)
+        return [row.id for row in again]
+
+    async def reclaim(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
+        return self._settle(settlements, now, now)
+
+    async def get(self, ids: Sequence[bytes]) -> Sequence[JobRow]:
+        return [self._rows[id] for id in ids if id in self._rows]
+
+    async def list(self, state: State, lease_before: int | None = None, limit: int = 100) -> Sequence[JobRow]:
+        rows = (row for row in self._rows.values() if row.state is state)
+        if lease_before is not None:
+            rows = (row for row in rows if row.lease is not None and row.lease < lease_before)
+        return heapq.nsmallest(limit, rows, key=lambda row: (row.lease if lease_before is not None else 0, row.seq))
+
+    async def counts(self, now: int) -> Sequence[Count]:
+        numbers, due = Counter[tuple[str, str, State]](), Counter[tuple[str, str, State]]()
+        for row in self._rows.values():
+            numbers[row.queue, row.task, row.state] += 1
+            due[row.queue, row.task, row.state] += row.ready in (CLAIMABLE, FRAGILE) or (row.ready == LATER and row.run_at <= now)
+        return [Count(*kind, durable=False, count=n, due=due[kind]) for kind, n in sorted(numbers.items())]
+
+    async def prune(self, now: int, limit: int = 500) -> int:
+        old = [row for row in self._finished if row.keep_until is not None and row.keep_until <= now][:limit]
+        for row in old:
+            self._finished.remove(row)
+            self._rows.pop(row.id, None)
+        return len(old)
+
+    async def close(self) -> None:
+        """Nothing to close; rows that are left belong to whoever holds a handle."""
+
+
+# ── 10. SQLite store: schema and statements ───────────────────────────────────────────────────────────────────────────
+# The tables, and every statement that is used more than once. Needs SQLite 3.38 (->> on JSON), STRICT tables with it.
+
+COLUMNS: Final = tuple(itertools.takewhile(lambda name: name != "durable", (field.name for field in dataclasses.fields(JobRow))))
+ALL: Final = ", ".join(COLUMNS)
+
+# One tuple of statements a version; a file is brought forward by running those it has not seen, in one transaction.
+MIGRATIONS: Final = (
+    (
+        "CREATE TABLE tinyq_meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT",
+        """CREATE TABLE tinyq_jobs (
+            seq INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused, so that an old handle cannot find another job
+            id BLOB NOT NULL UNIQUE CHECK (length(id) = 16),
+            namespace TEXT NOT NULL,
+            task TEXT NOT NULL,
+            queue TEXT NOT NULL,
+            lane TEXT NOT NULL,
+            priority INTEGER NOT NULL,
+            run_at INTEGER NOT NULL,
+            created INTEGER NOT NULL,
+            state TEXT NOT NULL CHECK (state IN ('pending', 'running', 'done', 'dead', 'cancelled')),
+            ready INTEGER CHECK ((ready IS NOT NULL) = (state = 'pending')),
+            payload TEXT, payload_version INTEGER NOT NULL, options TEXT, headers TEXT,
+            key TEXT, expires INTEGER, schedule TEXT, fire_time INTEGER,
+            attempts INTEGER NOT NULL, claim_no INTEGER NOT NULL, snoozes INTEGER NOT NULL,
+            interruptions INTEGER NOT NULL, lost INTEGER NOT NULL, parked INTEGER,
+            worker TEXT, lease INTEGER, started INTEGER, finished INTEGER, cancel_at INTEGER,
+            reason TEXT, error TEXT, traceback TEXT, result TEXT, keep_until INTEGER
+        ) STRICT""",
+        # Only what may start now is in the claim index: its size, and so the cost of a claim, ignores everything else.
+        "CREATE INDEX tinyq_claim ON tinyq_jobs (namespace, queue, task, lane, priority DESC, run_at, seq) WHERE ready = 1",
+        "CREATE INDEX tinyq_later ON tinyq_jobs (namespace, run_at, priority DESC) WHERE ready = 0",
+        "CREATE INDEX tinyq_fragile ON tinyq_jobs (namespace, priority DESC, run_at, seq) WHERE ready = 3",
+        "CREATE INDEX tinyq_leases ON tinyq_jobs (namespace, lease) WHERE state = 'running'",
+        "CREATE UNIQUE INDEX tinyq_keys ON tinyq_jobs (namespace, task, key, state) WHERE key IS NOT NULL AND finished IS NULL",
+        "CREATE INDEX tinyq_occurrences ON tinyq_jobs (namespace, schedule) WHERE schedule IS NOT NULL AND finished IS NULL",
+        "CREATE INDEX tinyq_keep ON tinyq_jobs (keep_until) WHERE keep_until IS NOT NULL",
+        """CREATE TABLE tinyq_schedules (
+            namespace TEXT NOT NULL, name TEXT NOT NULL, last_fire INTEGER NOT NULL, PRIMARY KEY (namespace, name)
+        ) STRICT""",
+    ),
+)
+
+INSERT: Final = (
+    f"INSERT INTO tinyq_jobs ({', '.join(c for c in COLUMNS if c != 'seq')}) "
+    f"VALUES ({', '.join(':' + c for c in COLUMNS if c != 'seq')})"
+)
+SAME_KEY: Final = f"SELECT {ALL} FROM tinyq_jobs WHERE namespace = ? AND task = ? AND key = ? AND state = ? AND finished IS NULL"
+REPLACE: Final = f"UPDATE tinyq_jobs SET {', '.join(f'{c} = :{c}' for c in REPLACED)}, ready = :ready WHERE seq = :seq"
+FIRE: Final = (
+    "INSERT INTO tinyq_schedules VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET last_fire = excluded.last_fire "
+    "WHERE last_fire < excluded.last_fire"
+)
+OVERLAP: Final = "SELECT 1 FROM tinyq_jobs WHERE namespace = ? AND schedule = ? AND finished IS NULL LIMIT 1"
+
+# The claim. A lane is (queue, task, lane); the recursion jumps from one non-empty lane to the next, whatever is in them.
+LANES: Final = """
+WITH RECURSIVE head(seq, queue, task, lane) AS (
+    SELECT * FROM (SELECT seq, queue, task, lane FROM tinyq_jobs WHERE ready = 1 AND namespace = ?1
+                   ORDER BY queue, task, lane LIMIT 1)
+    UNION ALL
+    SELECT j.seq, j.queue, j.task, j.lane FROM head CROSS JOIN tinyq_jobs j ON j.seq = (
+        SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.namespace = ?1
+            AND (n.queue, n.task, n.lane) > (head.queue, head.task, head.lane)
+        ORDER BY n.queue, n.task, n.lane LIMIT 1)
+) SELECT queue, task, lane FROM head"""
+LANE_HEADS: Final = (
+    "SELECT priority, run_at, seq, queue, task FROM tinyq_jobs "
+    "WHERE ready = 1 AND namespace = ? AND queue = ? AND task = ? AND lane = ? ORDER BY priority DESC, run_at, seq LIMIT ?"
+)
+FRAGILE_HEADS: Final = (
+    "SELECT priority, run_at, seq, queue, task FROM tinyq_jobs WHERE ready = 3 AND namespace = ? "
+    "ORDER BY priority DESC, run_at, seq"
+)
+COME_DUE: Final = (
+    "UPDATE tinyq_jobs SET ready = CASE WHEN lost > 0 THEN 3 ELSE 1 END WHERE seq IN (SELECT seq FROM tinyq_jobs "
+    "WHERE ready = 0 AND namespace = ? AND run_at <= ? ORDER BY run_at, priority DESC LIMIT 500)"
+)
+NEXT_AT: Final = "SELECT min(run_at) FROM tinyq_jobs WHERE ready = 0 AND namespace = ?"
+CLAIM: Final = (
+    "UPDATE tinyq_jobs SET state = 'running', ready = NULL, worker = ?, lease = ?, started = ?, claim_no = claim_no + 1, "
+    f"attempts = attempts + 1 WHERE seq IN (SELECT value FROM json_each(?)) RETURNING {ALL}"
+)
+
+EXTEND: Final = (
+    "UPDATE tinyq_jobs SET lease = ?, error = coalesce(claim.value ->> 2, error) FROM json_each(?) AS claim "
+    "WHERE seq = claim.value ->> 0 AND claim_no = claim.value ->> 1 AND state = 'running' RETURNING seq, cancel_at"
+)
+STILL_HELD: Final = (
+    "SELECT claim.key, job.task, job.key FROM json_each(?) AS claim CROSS JOIN tinyq_jobs AS job "
+    "ON job.seq = claim.value ->> 0 WHERE job.claim_no = claim.value ->> 1 AND job.state = 'running' AND job.lease < ?"
+)
+DELETE: Final = "DELETE FROM tinyq_jobs WHERE seq IN (SELECT value FROM json_each(?))"
+SETTLE: Final = (
+    "UPDATE tinyq_jobs SET state = ?, ready = ?, run_at = ?, attempts = ?, snoozes = ?, interruptions = ?, lost = ?, parked = ?, "
+    "reason = ?, error = ?, traceback = ?, result = ?, keep_until = ?, finished = ?, lease = NULL WHERE seq = ?"
+)
+RELEASE: Final = (
+    "UPDATE tinyq_jobs SET run_at = min(run_at, ?), ready = CASE WHEN min(run_at, ?) > ? THEN 0 WHEN lost > 0 THEN 3 ELSE 1 END "
+    "WHERE seq = ?"
+)
+CANCEL_PENDING: Final = (
+    "UPDATE tinyq_jobs SET state = 'cancelled', ready = NULL, reason = ?, finished = ?, keep_until = ? "
+    "WHERE namespace = ? AND id = ? AND state = 'pending'"
+)
+CANCEL_RUNNING: Final = (
+    "UPDATE tinyq_jobs SET cancel_at = coalesce(cancel_at, ?) WHERE namespace = ? AND id = ? AND state = 'running'"
+)
+COUNTS: Final = (
+    "SELECT queue, task, state, count(*), sum(ready IN (1, 3) OR (ready = 0 AND run_at <= ?)) FROM tinyq_jobs "
+    "WHERE namespace = ? GROUP BY queue, task, state ORDER BY queue, task, state"
+)
+
+
+# ── 11. SQLite store: rows in one transaction ─────────────────────────────────────────────────────────────────────────
+# What each verb does to the file, given a connection inside BEGIN IMMEDIATE. Plain functions in the thread of the owner.
+
+
+def as_row(values: Sequence[Any]) -> JobRow:
+    """A row out of a SELECT of ALL."""
+    row = JobRow(**dict(zip(COLUMNS, values, strict=True)), durable=True)
+    row.state = State(row.state)
+    return row
+
+
+def as_values(row: JobRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in COLUMNS}
+
+
+def insert_rows(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow], now: int) -> list[Inserted]:
+    for row in rows:
+        row.namespace = namespace
+        row.ready = claimable(row, now)
+    plain = [row for row in rows if row.key is None and row.schedule is None]
+    db.executemany(INSERT, map(as_values, plain))
+    return [
+        Inserted(row, "created") if row.key is None and row.schedule is None else insert_special(db, row, now) for row in rows
+    ]
+
+
+def insert_special(db: sqlite3.Connection, row: JobRow, now: int) -> Inserted:
+    """A row with a key, or an occurrence of a schedule."""
+    if row.schedule is not None:
+        if db.execute(FIRE, (row.namespace, row.schedule, row.fire_time)).rowcount == 0:
+            return Inserted(row, "lost")
+        if db.execute(OVERLAP, (row.namespace, row.schedule)).fetchone():
+            return Inserted(row, "overlap")
+    if row.key is not None:
+        pending, running = same_key(db, row, State.PENDING), same_key(db, row, State.RUNNING)
+        action = resolve_key(row.on_conflict, pending, running)
+        if action == "conflict":
+            raise key_conflict(row)
+        if action == "replace" and pending is not None:
+            ready = HELD if running else row.ready
+            db.execute(REPLACE, {name: getattr(row, name) for name in REPLACED} | {"ready": ready, "seq": pending.seq})
+            return Inserted(same_key(db, row, State.PENDING) or row, "replaced")
+        existing = pending if action == "pending" else running if action == "running" else None
+        if existing is not None:
+            return Inserted(existing, "existing")
+        row.ready = HELD if action == "hold" else row.ready
+    db.execute(INSERT, as_values(row))
+    return Inserted(row, "created")
+
+
+def same_key(db: sqlite3.Connection, row: JobRow, state: State) -> JobRow | None:
+    found = db.execute(SAME_KEY, (row.namespace, row.task, row.key, state)).fetchone()
+    return as_row(found) if found else None
+
+
+def candidates(db: sqlite3.Connection, namespace: str, room: Room) -> list[int]:
+    """The seqs a claim would take: the heads of every lane that has room, merged by priority, time and sequence."""
+    heads: list[tuple[int, int, int, str, str]] = []
+    for queue_name, task_name, lane in db.execute(LANES, (namespace,)).fetchall():
+        if (most := room.free(queue_name, task_name)) > 0:
+            heads += db.execute(LANE_HEADS, (namespace, queue_name, task_name, lane, most))
+    if room.fragile > 0:
+        fragile = (head for head in db.execute(FRAGILE_HEADS, (namespace,)) if room.free(head[3], head[4]) > 0)
+        heads += itertools.islice(fragile, room.fragile)
+    heads.sort(key=lambda head: (-head[0], head[1], head[2]))
+    return room.pick((queue_name, task_name, seq) for _, _, seq, queue_name, task_name in heads)
+
+
+def look_for_due(db: sqlite3.Connection, namespace: str, room: Room, now: int) -> Claimed | None:
+    """The answer of a claim that would take nothing and write nothing; None if it would."""
+    next_at = db.execute(NEXT_AT, (namespace,)).fetchone()[0]
+    if (next_at is not None and next_at <= now) or candidates(db, namespace, room):
+        return None
+    return Claimed((), next_at)
+
+
+def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, lease: int, now: int) -> Claimed:
+    moved = db.execute(COME_DUE, (namespace, now)).rowcount
+    seqs = candidates(db, namespace, room)
+    rows = [as_row(r) for r in db.execute(CLAIM, (worker, lease, now, json.dumps(seqs)))] if seqs else []
+    rows.sort(key=lambda row: (-row.priority, row.run_at, row.seq))  # RETURNING has no order
+    return Claimed(rows, now if moved == 500 else db.execute(NEXT_AT, (namespace,)).fetchone()[0])
+
+
+def extend_leases(db: sqlite3.Connection, claims: Sequence[tuple[int, int, str | None]], lease: int) -> dict[int, int | None]:
+    return dict(db.execute(EXTEND, (lease, json.dumps(claims))).fetchall())
+
+
+def settle_rows(
+    db: sqlite3.Connection, namespace: str, settlements: Sequence[Settlement], lease_before: int, now: int
+) -> dict[int, State]:
+    claims = json.dumps([(change.seq, change.claim_no) for change in settlements])
+    states: dict[int, State] = {}
+    gone: list[int] = []
+    for i, task_name, key in db.execute(STILL_HELD, (claims, lease_before)).fetchall():
+        change = settlements[i]
+        states[change.seq] = change.state
+        if not change.keep and key is None:
+            gone.append(change.seq)
+        elif key is None:
+            write_settlement(db, change, now)
+        else:
+            states[change.seq] = settle_keyed(db, namespace, change, task_name, key, now)
+    if gone:
+        db.execute(DELETE, (json.dumps(gone),))
+    return states
+
+
+def write_settlement(db: sqlite3.Connection, change: Settlement, now: int) -> None:
+    ready = None if change.state is not State.PENDING else LATER if change.run_at > now else FRAGILE if change.lost else CLAIMABLE
+    values = (
+        change.state, ready, change.run_at, change.attempts, change.snoozes, change.interruptions, change.lost, change.parked,
+        change.reason, change.error, change.traceback, change.result, change.keep_until,
+        None if change.state is State.PENDING else now, change.seq,
+    )  # fmt: skip
+    db.execute(SETTLE, values)
+
+
+def settle_keyed(db: sqlite3.Connection, namespace: str, change: Settlement, task_name: str, key: str, now: int) -> State:
+    """A job with a key ends or waits: the successor behind it is let go, or takes it over if both would be pending."""
+    select = (
+        "SELECT seq, id FROM tinyq_jobs WHERE namespace = ? AND task = ? AND key = ? AND state = 'pending' AND finished IS NULL"
+    )
+    successor = db.execute(select, (namespace, task_name, key)).fetchone()
+    run_at = FOREVER
+    if successor and change.state is State.PENDING:
+        run_at = change.run_at
+        change = change._replace(state=State.CANCELLED, reason=merged_into(successor[1]), keep=True)
+    if change.keep:
+        write_settlement(db, change, now)
+    else:
+        db.execute(DELETE, (json.dumps([change.seq]),))
+    if successor:
+        db.execute(RELEASE, (run_at, run_at, now, successor[0]))
+    return change.state
+
+
+def cancel_rows(
+    db: sqlite3.Connection, namespace: str, ids: Sequence[bytes], reason: str, keep_until: int | None, now: int
+) -> dict[bytes, State]:
+    states = {}
+    for id in ids:
+        db.execute(CANCEL_PENDING, (reason, now, keep_until, namespace, id))
+        db.execute(CANCEL_RUNNING, (now, namespace, id))
+        found = db.execute("SELECT state FROM tinyq_jobs WHERE namespace = ? AND id = ?", (namespace, id)).fetchone()
+        if found:
+            states[id] = State(found[0])
+    return states
+
+
+def requeue_rows(db: sqlite3.Connection, namespace: str, ids: Sequence[bytes], now: int) -> list[bytes]:
+    again = []
+    for row in read_rows(db, namespace, ids):
+        if row.state in (State.DEAD, State.CANCELLED):
+            held = False
+            if row.key is not None:
+                if same_key(db, row, State.PENDING):
+                    raise key_conflict(row)
+                held = same_key(db, row, State.RUNNING) is not None
+            fresh = dict(FRESH) | {"run_at": now, "ready": HELD if held else CLAIMABLE}
+            assignments = ", ".join(f"{name} = :{name}" for name in fresh)
+            db.execute(f"UPDATE tinyq_jobs SET {assignments} WHERE seq = :seq", fresh | {"seq": row.seq})
+            again.append(row.id)
+    return again
+
+
+def read_rows(db: sqlite3.Connection, namespace: str, ids: Sequence[bytes]) -> list[JobRow]:
+    select = f"SELECT {ALL} FROM tinyq_jobs WHERE namespace = ? AND id = ?"
+    found = (db.execute(select, (namespace, id)).fetchone() for id in ids)
+    return [as_row(values) for values in found if values]
+
+
+def list_rows(db: sqlite3.Connection, namespace: str, state: State, lease_before: int | None, limit: int) -> list[JobRow]:
+    # With the state as a literal SQLite can use the partial index of leases.
+    where = "state = ? ORDER BY seq" if lease_before is None else "state = 'running' AND lease < ? ORDER BY lease"
+    select = f"SELECT {ALL} FROM tinyq_jobs WHERE namespace = ? AND {where} LIMIT ?"
+    return [as_row(r) for r in db.execute(select, (namespace, state if lease_before is None else lease_before, limit))]
+
+
+def prune_rows(db: sqlite3.Connection, now: int, limit: int) -> int:
+    delete = "DELETE FROM tinyq_jobs WHERE seq IN (SELECT seq FROM tinyq_jobs WHERE keep_until <= ? ORDER BY keep_until LIMIT ?)"
+    return db.execute(delete, (now, limit)).rowcount
+
+
+# ── 12. SQLite store: the owner of the file ───────────────────────────────────────────────────────────────────────────
+# All writes of a process go through one task, which takes whatever is waiting as one unit: one thread hop, one BEGIN
+# IMMEDIATE … COMMIT. A unit commits or rolls back whole, whatever becomes of those who wait for it. aiosqlite owns the
+# thread; no SQLite call runs on the event loop's thread.
+
+PATIENCE: Final = 10.0  # seconds that a caller waits for the write lock
+CLAIM_PATIENCE: Final = 0.25  # a claim holds free slots back while it waits, and can come again
+GROUP: Final = 1_000  # operations in one unit at most
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Op:
+    """One verb on its way through the owner. `look` may answer it without the write lock."""
+
+    write: Callable[[sqlite3.Connection], Any]
+    look: Callable[[sqlite3.Connection], Any] | None
+    deadline: float
+    future: asyncio.Future[Any]
+    answer: Any = None
+    error: BaseException | None = None
+    finished: bool = False
+
+
+class Hop:
+    """Carries a function into the connection's thread and its answer back, through aiosqlite's `execute_fetchall`."""
+
+    def __init__(self, call: Callable[[sqlite3.Connection], Any]) -> None:
+        self.call = call
+        self.answer: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def fetchall(self) -> list[Any]:
+        return [self.answer]
+
+
+@functools.cache
+def connection_class() -> type[sqlite3.Connection]:
+    import sqlite3
+
+    class Connection(sqlite3.Connection):
+        def execute(self, sql: str, parameters: Any = (), /) -> Any:
+            if isinstance(parameters, Hop):
+                parameters.answer = parameters.call(self)
+                return parameters
+            return super().execute(sql, parameters)
+
+    return Connection
+
+
+def is_busy(error: BaseException) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (5, 6)  # SQLITE_BUSY, SQLITE_LOCKED and their extended codes
+
+
+def patiently(call: Callable[[], T], deadline: float) -> T:
+    """Retry while the database is locked. SQLite's own handler sleeps up to 100 ms at a time and starves behind group commit."""
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            if not is_busy(error) or time.monotonic() >= deadline:
+                raise
+        time.sleep(dice().uniform(0.0002, 0.0015))
+
+
+def in_transaction(db: sqlite3.Connection, ops: Sequence[Op], deadline: float) -> list[Any]:
+    """The answers of all operations, committed; or an error, and nothing was written."""
+    patiently(lambda: db.execute("BEGIN IMMEDIATE"), deadline)
+    try:
+        answers = [op.write(db) for op in ops]
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
+    return answers
+
+
+def run_unit(db: sqlite3.Connection, ops: Sequence[Op]) -> None:
+    """Answer the operations, together if that works, else each alone. Those that may still wait for the lock stay unfinished."""
+    if all(op.look is not None for op in ops):
+        ops = [op for op in ops if not answer_by_look(db, op)]
+    try:
+        if ops:
+            answers = in_transaction(db, ops, min(op.deadline for op in ops))
+            for op, answer in zip(ops, answers, strict=True):
+                op.answer, op.finished = answer, True
+    except Exception as error:
+        if is_busy(error):
+            for op in ops:
+                if op.deadline <= time.monotonic():
+                    op.error, op.finished = error, True
+        elif len(ops) == 1:
+            ops[0].error, ops[0].finished = error, True
+        else:
+            for op in ops:
+                run_unit(db, [op])
+
+
+def answer_by_look(db: sqlite3.Connection, op: Op) -> bool:
+    try:
+        op.answer = op.look(db) if op.look else None
+        op.finished = op.answer is not None
+    except Exception as error:
+        op.error, op.finished = error, not is_busy(error)
+    return op.finished
+
+
+def prepare(db: sqlite3.Connection, path: str, synchronous: str) -> dict[str, Any]:
+    """Set the pragmas, verify them, bring the schema forward. Answers what is worth logging."""
+    import sqlite3
+
+    if sqlite3.sqlite_version_info < (3, 38):
+        raise StoreError(f"SQLite {sqlite3.sqlite_version} is too old for tinyq: 3.38 or later is needed")
+    deadline = time.monotonic() + PATIENCE
+    mode = patiently(lambda: db.execute("PRAGMA journal_mode = WAL").fetchone()[0], deadline)
+    if mode != "wal":
+        raise StoreError(
+            f"{path} stays in journal mode {mode!r}: tinyq needs WAL, and so a local disk that can map shared memory"
+        )
+    db.execute(f"PRAGMA synchronous = {synchronous}")
+    if schema_version(db, path) < len(MIGRATIONS):
+        patiently(lambda: db.execute("BEGIN IMMEDIATE"), deadline)
+        try:
+            for statement in itertools.chain(*MIGRATIONS[schema_version(db, path) :]):
+                db.execute(statement)
+            db.execute("INSERT OR REPLACE INTO tinyq_meta VALUES ('schema', ?)", (len(MIGRATIONS),))
+            db.execute("COMMIT")
+        except BaseException:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            raise
+    return {"path": path, "sqlite": sqlite3.sqlite_version, "journal": mode, "synchronous": synchronous}
+
+
+def schema_version(db: sqlite3.Connection, path: str) -> int:
+    if not db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'tinyq_meta'").fetchone():
+        return 0
+    version = int(db.execute("SELECT value FROM tinyq_meta WHERE name = 'schema'").fetchone()[0])
+    if version > len(MIGRATIONS):
+        raise StoreError(
+            f"{path} has tinyq schema {version} and tinyq {__version__} knows up to {len(MIGRATIONS)}: upgrade tinyq here"
+        )
+    return version
+
+
+def store_error(error: BaseException, path: str) -> BaseException:
+    """What a caller sees of an error from the driver."""
+    if isinstance(error, TinyQError) or not type(error).__module__.startswith("sqlite3"):
+        return error
+    if is_busy(error):
+        return StoreBusy(
+            f"{path} stayed locked for the {PATIENCE:g} s that tinyq waits: another connection keeps a write transaction open; "
+            "if it is your own, commit before you enqueue"
+        )
+    name = getattr(error, "sqlite_errorname", "") or type(error).__name__
+    hint = {
+        "SQLITE_CANTOPEN": "give the path of a file, in a folder that exists and may be written",
+        "SQLITE_NOTADB": "it is not an SQLite database: give another path",
+        "SQLITE_FULL": "the disk is full",
+        "SQLITE_READONLY": "make the file and its folder writable",
+        "SQLITE_CORRUPT": "restore it from a backup",
+    }.get(name.rsplit("_", 1)[0] if name.count("_") > 1 else name, "")
+    return StoreError(f"{path}: {error} ({name}){': ' + hint if hint else ''}")
+
+
+class SQLiteStore:
+    """Jobs in one SQLite file. `path` may be the application's own database; all tables begin with `tinyq_`."""
+
+    def __init__(self, path: str, namespace: str = "default", synchronous: str = "full") -> None:
+        self.path = os.path.abspath(path)
+        self.facts: dict[str, Any] = {}
+        self._namespace = namespace
+        self._synchronous = synchronous
+        self._writer: aiosqlite.Connection | None = None
+        self._reader: aiosqlite.Connection | None = None
+        self._waiting: list[Op] = []
+        self._flushing: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        try:
+            import aiosqlite
+        except ImportError:
+            raise ImportError("a tinyq database needs aiosqlite: pip install aiosqlite") from None
+        try:
+            options: dict[str, Any] = {"isolation_level": None, "timeout": 0, "factory": connection_class()}
+            self._writer = await aiosqlite.connect(self.path, **options)
+            self.facts = await self._hop(self._writer, lambda db: prepare(db, self.path, self._synchronous))
+            self._reader = await aiosqlite.connect(self.path, **options)
+            await self._hop(self._reader, lambda db: db.execute("PRAGMA query_only = ON"))
+        except BaseException as error:
+            await self.close()
+            raise store_error(error, self.path) from (None if isinstance(error, TinyQError) else error)
+
+    async def insert(self, rows: Sequence[JobRow], now: int) -> Sequence[Inserted]:
+        return await self._write(lambda db: insert_rows(db, self._namespace, rows, now))
+
+    async def claim(self, room: Room, worker: str, lease: int, now: int) -> Claimed:
+        return await self._write(
+            lambda db: claim_rows(db, self._namespace, room, worker, lease, now),
+            look=lambda db: look_for_due(db, self._namespace, room, now),
+            patience=CLAIM_PATIENCE,
+        )
+
+    async def extend(self, claims: Sequence[tuple[int, int, str | None]], lease: int) -> Mapping[int, int | None]:
+        return await self._write(lambda db: extend_leases(db, claims, lease))
+
+    async def settle(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
+        return await self._write(lambda db: settle_rows(db, self._namespace, settlements, FOREVER, now))
+
+    async def cancel(self, ids: Sequence[bytes], reason: str, keep_until: int | None, now: int) -> Mapping[bytes, State]:
+        return await self._write(lambda db: cancel_rows(db, self._namespace, ids, reason, keep_until, now))
+
+    async def requeue(self, ids: Sequence[bytes], now: int) -> Sequence[bytes]:
+        return await self._write(lambda db: requeue_rows(db, self._namespace, ids, now))
+
+    async def reclaim(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
+        return await self._write(lambda db: settle_rows(db, self._namespace, settlements, now, now))
+
+    async def get(self, ids: Sequence[bytes]) -> Sequence[JobRow]:
+        return await self._read(lambda db: read_rows(db, self._namespace, ids))
+
+    async def list(self, state: State, lease_before: int | None = None, limit: int = 100) -> Sequence[JobRow]:
+        return await self._read(lambda db: list_rows(db, self._namespace, state, lease_before, limit))
+
+    async def counts(self, now: int) -> Sequence[Count]:
+        rows = await self._read(lambda db: db.execute(COUNTS, (now, self._namespace)).fetchall())
+        return [Count(queue_name, name, State(state), True, n, due or 0) for queue_name, name, state, n, due in rows]
+
+    async def prune(self, now: int, limit: int = 500) -> int:
+        return await self._write(lambda db: prune_rows(db, now, limit))
+
+    async def close(self) -> None:
+        if self._flushing is not None:
+            await asyncio.wait({self._flushing})
+        for connection in (self._reader, self._writer):
+            if connection is not None:
+                await connection.close()
+        self._reader = self._writer = None
+
+    def abandon(self) -> None:
+        """Let the threads end although the loop is going down without `close`; they would keep the interpreter from exiting."""
+        for connection in (self._reader, self._writer):
+            if connection is not None:
+                with contextlib.suppress(Exception):
+                    connection.stop()
+        self._reader = self._writer = None
+
+    async def _hop(self, connection: aiosqlite.Connection, call: Callable[[sqlite3.Connection], T]) -> T:
+        [answer] = cast("list[T]", await connection.execute_fetchall("", Hop(call)))
+        return answer
+
+    async def _read(self, call: Callable[[sqlite3.Connection], T]) -> T:
+        if self._reader is None:
+            raise StoreError(f"{self.path} is closed")
+        deadline = time.monotonic() + PATIENCE
+        try:
+            return await self._hop(self._reader, lambda db: patiently(lambda: call(db), deadline))
+        except Exception as error:
+            raise store_error(error, self.path) from error
+
+    async def _write(
+        self,
+        write: Callable[[sqlite3.Connection], T],
+        look: Callable[[sqlite3.Connection], T | None] | None = None,
+        patience: float = PATIENCE,
+    ) -> T:
+        if self._writer is None:
+            raise StoreError(f"{self.path} is closed")
+        loop = asyncio.get_running_loop()
+        op = Op(write, look, time.monotonic() + patience, loop.create_future())
+        self._waiting.append(op)
+        if self._flushing is None:
+            self._flushing = loop.create_task(self._flush(self._writer), context=contextvars.Context())
+        return cast(T, await op.future)
+
+    async def _flush(self, writer: aiosqlite.Connection) -> None:
+        """Run units until nobody waits. Whoever was cancelled before its unit began is left out, wholly."""
+        ops: list[Op] = []
+        try:
+            while self._waiting:
+                ops, self._waiting = self._waiting[:GROUP], self._waiting[GROUP:]
+                ops = [op for op in ops if not op.future.cancelled()]
+                unit = functools.partial(run_unit, ops=ops)
+                await self._hop(writer, unit)
+                self._answer(ops)
+        except BaseException as error:
+            self._answer(ops + self._waiting, error)
+            self._waiting = []
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            self._flushing = None
+
+    def _answer(self, ops: Sequence[Op], failure: BaseException | None = None) -> None:
+        again = []
+        for op in ops:
+            error = op.error or failure
+            if op.future.done():
+                continue
+            if error is not None:
+                op.future.set_exception(
+                    StoreError(f"{self.path}: the event loop is going down")
+                    if isinstance(error, asyncio.CancelledError)
+                    else store_error(error, self.path)
+                )
+            elif op.finished:
+                op.future.set_result(op.answer)
+            else:
+                again.append(op)
+        self._waiting = again + self._waiting
+
+
+# ── 13. Running one job: the call ─────────────────────────────────────────────────────────────────────────────────────
+# User code is awaited in `call_handler` and nowhere else. Whatever it does (return, raise, time out, be cancelled, call
+# sys.exit) comes back as an Outcome. Plain functions run in daemon threads of tinyq's own: an executor's threads would
+# hold up the interpreter's exit, and a shared pool that is full would delay timeouts.
+
+Why = Literal["timeout", "cancel", "shutdown", "lost", "abandoned"]
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Tier:
+    """One of the two places jobs live in, and what its claim loop needs. `tasks`: see Room."""
+
+    store: Store
+    durable: bool
+    tasks: Mapping[str, bool]
+    wake: asyncio.Event
+    claiming: bool = True
+    waits_for_room: bool = False
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Running:
+    """One claimed job in this process."""
+
+    row: JobRow
+    handler: Handler
+    settings: Settings
+    tier: Tier
+    deadline: float = math.inf  # monotonic
+    began: float = 0.0
+    why: Why | None = None  # why it was told to stop
+    in_handler: bool = False
+    note: str | None = None  # for the stored row, with the next renewal
+    task: asyncio.Task[None] | None = None
+
+    def stop(self, why: Why) -> None:
+        """Cancel the handler; the first reason stands, unless the right to write anything is gone."""
+        if self.why is None or why in ("lost", "abandoned"):
+            self.why = why
+        if self.in_handler and self.task is not None:
+            self.task.cancel()
+
+
+class CurrentJob:
+    """The job that the calling code runs in; from `current_job()`."""
+
+    def __init__(self, job: Running) -> None:
+        self._job = job
+
+    @property
+    def id(self) -> str:
+        """The same over retries and reclaims: the idempotency key to hand to other services."""
+        return id_text(self._job.row.id)
+
+    @property
+    def task(self) -> str:
+        return self._job.row.task
+
+    @property
+    def queue(self) -> str:
+        return self._job.row.queue
+
+    @property
+    def attempt(self) -> int:
+        """1 for the first start."""
+        return self._job.row.attempts
+
+    @property
+    def created(self) -> datetime:
+        return cast(datetime, as_datetime(self._job.row.created))
+
+    @property
+    def fire_time(self) -> datetime | None:
+        """The scheduled moment, aware, if a schedule made this job."""
+        return as_datetime(self._job.row.fire_time)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the job has been told to stop: a plain function in a thread should look now and then."""
+        return self._job.why is not None
+
+
+_current: contextvars.ContextVar[Running] = contextvars.ContextVar("tinyq_current_job")
+
+
+def current_job() -> CurrentJob:
+    """The job that the calling code runs in. Raises LookupError outside of one."""
+    try:
+        return CurrentJob(_current.get())
+    except LookupError:
+        raise LookupError("current_job() was called outside of a job") from None
+
+
+class Threads:
+    """Daemon threads that are reused. Claims take no more plain functions than there are slots, so nothing queues here."""
+
+    def __init__(self) -> None:
+        import queue
+
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[tuple[Any, BaseException | None]]] | None]
+        self._work = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, call: Callable[[], Any]) -> asyncio.Future[tuple[Any, BaseException | None]]:
+        """(value, None) or (None, error), when the call has ended."""
+        future: asyncio.Future[tuple[Any, BaseException | None]] = asyncio.get_running_loop().create_future()
+        with self._lock:
+            grow = self._idle == 0
+            self._idle -= not grow
+        self._work.put((call, future))
+        if grow:
+            thread = threading.Thread(target=self._serve, name=f"tinyq-{len(self._threads) + 1}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return future
+
+    def _serve(self) -> None:
+        while (item := self._work.get()) is not None:
+            call, future = item
+            try:
+                ended: tuple[Any, BaseException | None] = (call(), None)
+            except BaseException as error:
+                ended = (None, error)
+            with self._lock:
+                self._idle += 1
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                future.get_loop().call_soon_threadsafe(self._resolve, future, ended)
+            del item, call, future, ended
+
+    @staticmethod
+    def _resolve(future: asyncio.Future[Any], ended: Any) -> None:
+        if not future.done():
+            future.set_result(ended)
+
+    async def close(self) -> None:
+        """End the idle threads. One that is still in a call ends after it, or with the process."""
+        busy = len(self._threads) - self._idle
+        for _ in self._threads:
+            self._work.put(None)
+        for _ in range(1_000):
+            if sum(thread.is_alive() for thread in self._threads) <= busy:
+                break
+            await asyncio.sleep(0.001)
+
+
+async def call_in_thread(job: Running, threads: Threads, call: Callable[[], Any]) -> Any:
+    """Waits for the thread's real end whatever happens: until then the job keeps its slot and its lease, and is not retried."""
+    future = threads.submit(functools.partial(contextvars.copy_context().run, call))
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError:
+            if job.why in (None, "abandoned"):
+                raise
+            job.note = f"{STOP_REASONS[job.why]}; thread still running"
+            log.warning("%s: %s; it keeps its slot until the function returns", label(job.row), job.note)
+    value, error = future.result()
+    if error is not None:
+        raise error
+    return await value if inspect.isawaitable(value) else value
+
+
+STOP_REASONS: Final[Mapping[Why, str]] = {
+    "timeout": "timed out",
+    "cancel": "cancelled on request",
+    "shutdown": "interrupted by shutdown",
+    "lost": "its lease was lost",
+    "abandoned": "abandoned at shutdown",
+}
+
+
+def label(row: JobRow) -> str:
+    """How a job is called in logs: name, id, attempt; never its arguments."""
+    return f"job {row.task} [{id_text(row.id)}] attempt {row.attempts}"
+
+
+def prepare_call(job: Running, now: int) -> Outcome | Arguments:
+    """The arguments, or why the handler is not to be called."""
+    row = job.row
+    if row.expires is not None and row.expires < now:
+        return Outcome("expired", reason="expired before it started")
+    if row.lost and row.attempts > cast(float, job.settings.retry.max_attempts):
+        return Outcome("lost")
+    if row.call is None:
+        try:
+            row.call = decode_call(row.payload, row.payload_version)
+        except Undecodable as error:
+            return Outcome("undecodable", reason=str(error))
+    try:
+        check_call(job.handler, *row.call)
+    except TypeError as error:
+        row.call = None
+        return Outcome("parked", error=error)
+    return row.call
+
+
+def check_call(handler: Handler, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """TypeError unless the handler takes these arguments."""
+    if (kwargs or not handler.fewest <= len(args) <= handler.most) and handler.signature is not None:
+        try:
+            handler.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"task {handler.name!r} does not take these arguments: {error}") from None
+
+
+async def call_handler(job: Running, threads: Threads, now: int) -> Outcome:
+    """Run one job to its outcome. Raises nothing but a real Ctrl-C."""
+    call = prepare_call(job, now)
+    if isinstance(call, Outcome):
+        return call
+    args, kwargs = call
+    _current.set(job)
+    job.in_handler = True
+    try:
+        if job.why is not None:  # told to stop between the claim and this line
+            raise asyncio.CancelledError
+        if job.handler.is_async:
+            value = await job.handler.fn(*args, **kwargs)
+        else:
+            value = await call_in_thread(job, threads, functools.partial(job.handler.fn, *args, **kwargs))
+        outcome = Outcome("done", value)
+    except Snooze as signal_:
+        outcome = Outcome("snooze", delay=signal_.seconds)
+    except RetryAfter as signal_:
+        outcome = Outcome("failed", error=signal_, delay=signal_.seconds)
+    except Cancel as signal_:
+        outcome = Outcome("cancelled", reason=str(signal_))
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            raise  # nothing else catches a Ctrl-C in this process, so this may be one
+        outcome = Outcome("failed", error=error)
+    finally:
+        job.in_handler = False
+    return after_stop(job, outcome)
+
+
+def after_stop(job: Running, outcome: Outcome) -> Outcome:
+    """What the outcome means once it is known whether, and why, the handler had been told to stop."""
+    task = asyncio.current_task()
+    from_outside = task is not None and task.cancelling() > 0
+    while task is not None and task.cancelling() > 0:
+        task.uncancel()
+    if job.why in ("lost", "abandoned"):
+        return Outcome("dropped", reason=STOP_REASONS[job.why])
+    if job.why == "timeout":
+        running = "; thread still running" if not job.handler.is_async else ""
+        return Outcome("timeout", error=TimeoutError(f"timed out after {job.settings.timeout:g} s{running}"))
+    if job.why == "cancel":
+        if outcome.kind == "done":
+            return outcome._replace(reason="a cancel request came too late")
+        return Outcome("cancelled", reason=STOP_REASONS["cancel"])
+    if outcome.kind == "failed" and (
+        job.why == "shutdown" or (from_outside and isinstance(outcome.error, asyncio.CancelledError))
+    ):
+        return Outcome("interrupted", reason=STOP_REASONS["shutdown"])
+    return outcome
+
+
+# ── 14. Running one job: the decision ─────────────────────────────────────────────────────────────────────────────────
+# What follows from an outcome: pure, no store and no clock. The claim has counted the start already; what was no real
+# attempt gives it back, and is bounded by a counter of its own.
+
+SNOOZES: Final = 10_000
+INTERRUPTIONS: Final = 20
+PARK_FOR: Final = 3600.0  # arguments that do not fit: as long as a rolling deploy may take
+PARK_EVERY: Final = 30.0
+
+
+def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: random.Random | None = None) -> Settlement:
+    """The settlement of one outcome."""
+    back = row.attempts - 1
+    match outcome.kind:
+        case "done":
+            return done(row, outcome, settings, now)
+        case "failed" | "timeout":
+            return failed(row, outcome, settings, now, rng)
+        case "snooze" if row.snoozes >= SNOOZES:
+            return dead(row, settings, now, reason=f"snoozed {SNOOZES:,} times")
+        case "snooze":
+            return again(row, later(now, outcome.delay or 0.0), attempts=back, snoozes=row.snoozes + 1)
+        case "cancelled":
+            return finished(row, State.CANCELLED, settings.failure_ttl, now, reason=outcome.reason)
+        case "expired":
+            return finished(row, State.CANCELLED, settings.failure_ttl, now, reason=outcome.reason, attempts=back)
+        case "interrupted" if row.interruptions >= INTERRUPTIONS:
+            error = InterruptedError(f"interrupted by shutdown more than {INTERRUPTIONS} times")
+            return failed(row, Outcome("failed", error=error), settings, now, rng)
+        case "interrupted":
+            return again(row, now, attempts=back, interruptions=row.interruptions + 1, reason=outcome.reason)
+        case "unstarted":
+            return again(row, later(now, outcome.delay) if outcome.delay else row.run_at, attempts=back)
+        case "parked":
+            since = row.parked if row.parked is not None else now
+            misfit = error_text(outcome.error) if outcome.error else None
+            if later(since, PARK_FOR) <= now:
+                return dead(row, settings, now, reason="the arguments do not fit the handler", error=misfit, attempts=back)
+            return again(row, later(now, PARK_EVERY), attempts=back, parked=since, reason="parked", error=misfit)
+        case "undecodable":
+            return dead(row, settings, now, reason=outcome.reason, error=outcome.reason, attempts=back, ttl=math.inf)
+        case "lost" if row.attempts >= cast(float, settings.retry.max_attempts):
+            starts = min(row.attempts, cast(int, settings.retry.max_attempts))  # one more if this was found out at a claim
+            lost = row.lost + (starts == row.attempts)
+            return dead(row, settings, now, reason="worker lost", error="worker lost", attempts=starts, lost=lost)
+        case "lost":
+            return again(row, now, lost=row.lost + 1, reason="worker lost", error="worker lost")
+        case "dropped":
+            raise ValueError("an outcome without a claim is not written")
+
+
+def done(row: JobRow, outcome: Outcome, settings: Settings, now: int) -> Settlement:
+    result = None
+    if settings.result_ttl > 0 and row.durable:
+        try:
+            found = foreign(outcome.value, "the result")
+            result = None if found else json.dumps(outcome.value)
+        except (RecursionError, ValueError):
+            found = "the result is nested too deep, or holds too long a number"
+        if found:
+            log.warning("%s is done, but %s: JSON cannot carry that, so no result is kept", label(row), found)
+    return finished(row, State.DONE, settings.result_ttl, now, reason=outcome.reason, error=None, traceback=None, result=result)
+
+
+def failed(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: random.Random | None) -> Settlement:
+    error, retry = outcome.error or RuntimeError("failed without an error"), settings.retry
+    about: dict[str, Any] = {"error": error_text(error), "traceback": traceback_text(error)}
+    asked = isinstance(error, RetryAfter)
+    if row.attempts >= cast(float, retry.max_attempts):
+        return dead(row, settings, now, reason="no attempts left", **about)
+    if retry.gives_up_on(error) and not asked:
+        return dead(row, settings, now, reason="not to be retried", **about)
+    delay = outcome.delay if outcome.delay is not None else retry.delay(row.attempts, rng)
+    return again(row, later(now, delay), reason=outcome.kind, **about)
+
+
+def again(row: JobRow, run_at: int, **changes: Any) -> Settlement:
+    """Pending once more."""
+    return settlement(row, State.PENDING, run_at, True, changes)
+
+
+def dead(row: JobRow, settings: Settings, now: int, ttl: float | None = None, **changes: Any) -> Settlement:
+    return finished(row, State.DEAD, settings.failure_ttl if ttl is None else ttl, now, **changes)
+
+
+def finished(row: JobRow, state: State, ttl: float, now: int, **changes: Any) -> Settlement:
+    """Final, and kept for `ttl` seconds; undated if that is infinite."""
+    return settlement(row, state, row.run_at, ttl > 0, changes | {"keep_until": None if ttl == math.inf else later(now, ttl)})
+
+
+def settlement(row: JobRow, state: State, run_at: int, keep: bool, changes: Mapping[str, Any]) -> Settlement:
+    values: dict[str, Any] = {name: getattr(row, name) for name in CARRIED}
+    return Settlement(
+        **{**values, "reason": None, "result": None, "keep_until": None, **changes}, state=state, run_at=run_at, keep=keep
+    )
+
+
+CARRIED: Final = (
+    "seq", "claim_no", "attempts", "snoozes", "interruptions", "lost", "parked", "error", "traceback",
+)  # fmt: skip
+
+
+def report(row: JobRow, outcome: Outcome, change: Settlement) -> None:
+    """The log line of an outcome, if it deserves one: WARNING for a retry, ERROR with traceback for the end."""
+    if change.state is State.DEAD:
+        log.error("%s is dead, %s: %s", label(row), change.reason, change.error, exc_info=outcome.error)
+    elif outcome.kind in ("failed", "timeout"):
+        log.warning("%s failed: %s; next start at %s", label(row), change.error, as_datetime(change.run_at))
+    elif outcome.kind == "parked":
+        log.warning("%s is parked: %s", label(row), change.error)
+    elif outcome.kind in ("expired", "interrupted"):
+        log.info("%s: %s", label(row), outcome.reason)
+    elif outcome.kind == "cancelled" or outcome.reason:
+        log.info("%s is %s: %s", label(row), change.state, outcome.reason)
+
+
+# ── 15. Loops: driver and slots ───────────────────────────────────────────────────────────────────────────────────────
+# A loop is a step: it takes the time, does one round and returns the seconds to sleep. One driver runs them all.
+
+Step = Callable[[int], Awaitable[float]]
+
+
+async def drive(name: str, step: Step, wake: asyncio.Event, clock: Clock, over: Callable[[], bool]) -> None:
+    """Run a step until it is over. Errors back off up to 15 s and are logged once an incident, so is the recovery."""
+    failures = 0
+    while not over():
+        wake.clear()
+        try:
+            seconds = await step(clock.time())
+            if failures > 2:
+                log.info("%s works again", name)
+            failures = 0
+        except Exception as error:
+            failures += 1
+            seconds = min(15.0, 0.05 * 2.0**failures)
+            if failures == (3 if isinstance(error, StoreBusy) else 1):  # a lock that somebody holds for a moment is no incident
+                known = isinstance(error, StoreError)
+                log.error("%s failed and tries again: %s", name, error_text(error), exc_info=None if known else error)
+                failures = 3
+        if not over():
+            await clock.wait(wake, seconds)
+
+
+class Slots:
+    """How many jobs run at once: a number for each named queue, one for all others together, one for plain functions."""
+
+    def __init__(self, concurrency: int, named: Mapping[str, int], threads: int) -> None:
+        self._shared = concurrency
+        self._named = dict(named)
+        self._threads = threads
+        self._fragile = 1
+        self.lent = False  # to a claim that is under way
+
+    def room(self, tasks: Mapping[str, bool]) -> Room:
+        return Room(self._shared, self._named, self._threads, self._fragile, tasks)
+
+    def full(self) -> bool:
+        return self._shared <= 0 and all(free <= 0 for free in self._named.values())
+
+    def take(self, job: Running, slots: int = 1) -> None:
+        if job.row.queue in self._named:
+            self._named[job.row.queue] -= slots
+        else:
+            self._shared -= slots
+        self._threads -= slots * (not job.handler.is_async)
+        self._fragile -= slots * (job.row.lost > 0)
+
+    def give(self, job: Running) -> None:
+        self.take(job, -1)
+
+
+@contextlib.contextmanager
+def on_signals(callback: Callable[[], None], *, chain: bool) -> Iterator[None]:
+    """Call back in the loop on SIGINT and SIGTERM, if this is the main thread. With `chain`, what was installed hears of it too:
+    a handler at once, the default action afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    previous: dict[int, Any] = {}
+    postponed: list[int] = []
+
+    def on_signal(number: int, frame: Any) -> None:
+        loop.call_soon_threadsafe(callback)
+        before = previous[number]
+        if chain and before in (signal.SIG_DFL, signal.default_int_handler):
+            postponed.append(number)
+        elif chain and callable(before):
+            before(number, frame)
+
+    for number in (int(signal.SIGINT), int(signal.SIGTERM)):
+        if signal.getsignal(number) not in (None, signal.SIG_IGN):
+            previous[number] = signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
+        for number in postponed:
+            signal.raise_signal(number)
+
+
+# ── 16. Loops: the crew that claims, runs and settles ─────────────────────────────────────────────────────────────────
+# Knows what runs here. Takes rows from a tier when there is room, runs each in a task of its own, writes what came of it,
+# keeps leases alive and takes over those of workers that died.
+
+POLL: Final = 0.2  # seconds between looks for what other processes have enqueued
+WATCH: Final = 0.5  # how often the event loop's lag is looked at while jobs run
+LAG: Final = 1.0  # a loop that was blocked for longer is worth a warning
+
+
+class Crew:
+    """Everything that runs, from claim to settlement."""
+
+    def __init__(
+        self, clock: Clock, slots: Slots, settings_of: Callable[[JobRow, Handler], Settings], worker: str, lease: float
+    ) -> None:
+        self.running: dict[bytes, Running] = {}
+        self.tiers: list[Tier] = []
+        self.handlers: Mapping[str, Handler] = {}
+        self.live: weakref.WeakValueDictionary[bytes, JobRow] = weakref.WeakValueDictionary()  # durable rows with a handle here
+        self.threads = Threads()
+        self.idle = asyncio.Event()  # nothing runs; set at that moment, cleared by who waits for it
+        self.deadline_wake = asyncio.Event()
+        self.closing = asyncio.Event()
+        self.activity = 0  # grows with every job that is inserted or started here
+        self._clock = clock
+        self._slots = slots
+        self._settings_of = settings_of
+        self._worker = worker
+        self._lease = lease
+        self._next_deadline = math.inf
+        self._last: Running | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._watched: dict[tuple[int, int, int | None], float] = {}
+        self._stepped = (0, 0.0)
+
+    async def claim(self, tier: Tier, now: int) -> float:
+        """Take what is due and fits, and start it."""
+        if not tier.claiming or self._slots.full():
+            return math.inf  # a slot that comes free wakes both tiers
+        if self._slots.lent:
+            tier.waits_for_room = True
+            return math.inf
+        room = self._slots.room(tier.tasks)
+        self._slots.lent = tier.durable  # the memory store answers at once; while a database thinks, the room is its
+        try:
+            claimed = await tier.store.claim(room, self._worker, later(now, self._lease), now)
+        finally:
+            if tier.durable:
+                self._slots.lent = False
+            for waiting in self.tiers:
+                if waiting.waits_for_room:
+                    waiting.waits_for_room = False
+                    waiting.wake.set()
+        for row in claimed.rows:
+            if row.id in self.running:  # lost its lease here, came back, and its thread has not ended yet
+                await self._hand_back(tier, row)
+            else:
+                self._start(tier, row)
+        due = math.inf if claimed.next_at is None else max(0.0, (claimed.next_at - now) / 1e6)
+        return min(due, POLL) if tier.durable else due
+
+    def _start(self, tier: Tier, row: JobRow) -> None:
+        if tier.durable:
+            row = self.known(row)
+        handler = row.handler or self.handlers[row.task]
+        row.handler, row.settings = handler, row.settings or self._settings_of(row, handler)
+        job = Running(row, handler, row.settings, tier, began=self._clock.monotonic())
+        job.deadline = job.began + job.settings.timeout
+        self.activity += 1
+        self.running[row.id] = job
+        self._slots.take(job)
+        context = row.context.copy() if row.context is not None else contextvars.Context()
+        job.task = asyncio.get_running_loop().create_task(self._run(job), name=f"tinyq {row.task}", context=context)
+        if job.deadline < self._next_deadline:
+            self.deadline_wake.set()
+        if self._watch is None:
+            self._watch_loop(first=True)
+
+    async def _hand_back(self, tier: Tier, row: JobRow) -> None:
+        now = self._clock.time()
+        await tier.store.settle([decide(row, Outcome("unstarted", delay=1.0), Settings(), now)], now)
+
+    @property
+    def claims_under_way(self) -> bool:
+        """Whether rows may have been claimed that are not among the running ones yet."""
+        return self._slots.lent
+
+    def known(self, fresh: JobRow) -> JobRow:
+        """The object that handles in this process already hold for a durable row, brought up to date; else the row itself."""
+        row = self.live.setdefault(fresh.id, fresh)
+        if row is not fresh and row.id not in self.running:
+            for name in COLUMNS:
+                setattr(row, name, getattr(fresh, name))
+            row.call = row.settings = None
+        return row
+
+    async def _run(self, job: Running) -> None:
+        """The life of one claimed job."""
+        try:
+            if not job.tier.claiming:  # claimed while the tier was being closed: hand it back unstarted
+                outcome = Outcome("unstarted")
+            else:
+                outcome = await call_handler(job, self.threads, self._clock.time())
+            self._slots.give(job)
+            self._last = job
+            self.wake_tiers()
+            if outcome.kind == "dropped":
+                log.warning("%s: %s; its outcome is not written", label(job.row), outcome.reason)
+            else:
+                await self._settle(job, outcome)
+        finally:
+            del self.running[job.row.id]
+            if not self.running:
+                self.idle.set()
+
+    def wake_tiers(self) -> None:
+        """In turns, so that neither tier takes every slot that comes free."""
+        self.tiers.reverse()
+        for tier in self.tiers:
+            tier.wake.set()
+
+    async def _settle(self, job: Running, outcome: Outcome) -> None:
+        """Write the outcome, however long the store cannot take it: the lease goes on being renewed meanwhile."""
+        row, failures = job.row, 0
+        change = decide(row, outcome, job.settings, self._clock.time())
+        while True:
+            try:
+                states = await job.tier.store.settle([change], self._clock.time())
+                break
+            except StoreError as error:
+                failures += 1
+                if failures == 1:
+                    log.error("%s ended, which cannot be written yet: %s", label(row), error_text(error))
+                if self.closing.is_set():
+                    log.error("%s ended, which was never written: it runs again when its lease ends", label(row))
+                    return
+                await self._clock.wait(self.closing, min(5.0, 0.05 * 2.0**failures))
+        if row.seq not in states:
+            log.warning("%s had lost its lease when it ended: its outcome is dropped", label(row))
+            return
+        report(row, outcome, change)
+        if job.tier.durable:
+            apply(row, change, self._clock.time())
+            row.state = states[row.seq]
+            row.call = None
+        row.exception = outcome.error
+        if outcome.kind == "done":
+            row.value = outcome.value
+        self.conclude(row)
+        job.tier.wake.set()
+
+    def conclude(self, row: JobRow) -> None:
+        """Tell whoever waits for a row that has reached its end."""
+        if row.state in (State.PENDING, State.RUNNING):
+            return
+        row.finished = row.finished or self._clock.time()
+        for waiter in row.waiters or ():
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def deadlines(self, now: int) -> float:
+        """Stop what has run for longer than its timeout."""
+        moment, self._next_deadline = self._clock.monotonic(), math.inf
+        for job in list(self.running.values()):
+            if job.deadline <= moment:
+                job.deadline = math.inf
+                job.stop("timeout")
+            self._next_deadline = min(self._next_deadline, job.deadline)
+        return self._next_deadline - moment
+
+    def _watch_loop(self, due: float = 0.0, *, first: bool = False) -> None:
+        """While jobs run, see whether one of them keeps the event loop from turning."""
+        loop = asyncio.get_running_loop()
+        lag = 0.0 if first else loop.time() - due
+        if lag > LAG:
+            running = {job.row.task for job in self.running.values() if job.handler.is_async}
+            suspects = sorted(running | ({self._last.row.task} if self._last and self._last.handler.is_async else set()))
+            names = ", ".join(suspects[:5]) or "none of tinyq's"
+            log.warning(
+                "the event loop was blocked for %.1f s; async jobs at the time: %s; use def for blocking code", lag, names
+            )
+        self._watch = None
+        if self.running:
+            due = loop.time() + WATCH
+            self._watch = loop.call_at(due, self._watch_loop, due)
+
+    def stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+    async def leases(self, tier: Tier, now: int) -> float:
+        """Renew what runs here, reclaim what ran where nobody renews any more, drop what was kept long enough."""
+        await self._renew(tier, now)
+        if not self.closing.is_set():
+            await self._reclaim(tier, now)
+            await tier.store.prune(now)
+        return self._lease / 4
+
+    async def _renew(self, tier: Tier, now: int) -> None:
+        held = {job.row.seq: job for job in self.running.values() if job.tier is tier}
+        if not held:
+            return
+        claims = [(seq, job.row.claim_no, job.note) for seq, job in held.items()]
+        answers = await tier.store.extend(claims, later(now, self._lease))
+        for seq, job in held.items():
+            if seq not in answers and job.in_handler:
+                log.warning("%s has lost its lease: it is cancelled here and writes nothing", label(job.row))
+                job.stop("lost")
+            elif answers.get(seq) is not None and job.why is None:
+                job.stop("cancel")
+
+    async def _reclaim(self, tier: Tier, now: int) -> None:
+        """A lease must be past, and seen unrenewed here for a third of its length: so no clock step runs a job twice."""
+        moment = self._clock.monotonic()
+        wall, steady = self._stepped
+        if abs((now - wall) / 1e6 - (moment - steady)) > self._lease / 6:
+            self._watched.clear()
+        self._stepped = (now, moment)
+        doubtful = await tier.store.list(State.RUNNING, lease_before=later(now, self._lease / 3), limit=1_000)
+        names = {row.seq: (row.seq, row.claim_no, row.lease) for row in doubtful}
+        self._watched = {name: self._watched.get(name, moment) for name in names.values()}
+        gone = [
+            row
+            for row in doubtful
+            if (row.lease or 0) < now and moment - self._watched[names[row.seq]] >= self._lease / 3 and row.id not in self.running
+        ]
+        if not gone:
+            return
+        changes = [self._after_loss(row, now) for row in gone]
+        states = await tier.store.reclaim(changes, now)
+        for row, change in zip(gone, changes, strict=True):
+            if row.seq in states:
+                log.warning("%s was reclaimed: worker %s has not renewed its lease", label(row), row.worker)
+                report(row, Outcome("lost"), change)
+                if row.id in self.live:
+                    self.conclude(self.known(dataclasses.replace(row, state=states[row.seq], error=change.error)))
+        tier.wake.set()
+
+    def _after_loss(self, row: JobRow, now: int) -> Settlement:
+        handler = self.handlers.get(row.task)
+        if handler is None:  # whoever knows the task also knows how many starts it has
+            return decide(row, Outcome("lost"), Settings(retry=Retry(max_attempts=math.inf)), now)
+        return decide(row, Outcome("lost"), self._settings_of(row, handler), now)
+
+
+# ── 17. Loops: schedules ──────────────────────────────────────────────────────────────────────────────────────────────
+# Fire times are multiples of the period since the epoch, the same in every process. One scheduler a tier, with one heap.
+
+LONGEST_SLEEP: Final = 60.0  # so that a step of the wall clock, or a suspended machine, is noticed
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Schedule:
+    """One `every`, and what it has done in this process."""
+
+    handler: Handler
+    period: int
+    offset: int
+    immediate: bool
+    per_process: bool
+    next: int = 0
+    last: int | None = None
+    row: JobRow | None = None  # its last run here
+    fired: int = 0
+    skipped: int = 0
+    missed: int = 0
+
+    def stats(self) -> ScheduleStats:
+        name = self.handler.name
+        return ScheduleStats(name, self.fired, self.skipped, self.missed, as_datetime(self.last), as_datetime(self.next or None))
+
+
+class Scheduler:
+    """Inserts a job at every fire time of its schedules; late, it fires once for the latest and counts the missed ones."""
+
+    def __init__(self, tier: Tier, make_row: Callable[[Schedule, int, int], JobRow]) -> None:
+        self.wake = asyncio.Event()
+        self.firing = True
+        self._tier = tier
+        self._make_row = make_row
+        self._heap: list[tuple[int, int, Schedule]] = []
+        self._order = itertools.count()
+
+    def add(self, schedule: Schedule, now: int) -> None:
+        upcoming = next_fire(now, schedule.period, schedule.offset)
+        schedule.next = upcoming - schedule.period if schedule.immediate else upcoming
+        self._push(schedule)
+        self.wake.set()
+
+    def is_due(self, now: int) -> bool:
+        return self.firing and bool(self._heap) and self._heap[0][0] <= now
+
+    def _push(self, schedule: Schedule) -> None:
+        heapq.heappush(self._heap, (schedule.next, next(self._order), schedule))
+
+    async def step(self, now: int) -> float:
+        due: list[tuple[Schedule, int, int]] = []
+        while self.is_due(now):
+            schedule = heapq.heappop(self._heap)[2]
+            missed = missed_fires(schedule.next, now, schedule.period)
+            due.append((schedule, schedule.next + missed * schedule.period, missed))
+        try:
+            await self._fire(due, now)
+        finally:  # after an error the fire time is still the next one
+            for schedule, _, _ in due:
+                self._push(schedule)
+        if not self.firing or not self._heap:
+            return math.inf
+        return min(LONGEST_SLEEP, (self._heap[0][0] - now) / 1e6)
+
+    async def _fire(self, due: Sequence[tuple[Schedule, int, int]], now: int) -> None:
+        free = [entry for entry in due if entry[0].row is None or entry[0].row.state not in (State.PENDING, State.RUNNING)]
+        if self._tier.durable:
+            free = list(due)  # the store knows of runs in other processes, too, and records the fire time in any case
+        rows = [self._make_row(schedule, fire_time, now) for schedule, fire_time, _ in free]
+        inserted = await self._tier.store.insert(rows, now) if rows else ()
+        fired = {id(entry[0]): answer for entry, answer in zip(free, inserted, strict=True)}
+        for schedule, fire_time, missed in due:
+            answer = fired.get(id(schedule))
+            verdict = answer.verdict if answer else "overlap"
+            schedule.next = fire_time + schedule.period
+            if schedule.last is not None and missed:
+                schedule.missed += missed
+                log.warning(
+                    "schedule %s missed %d fire times: it was %.1f s late", schedule.handler.name, missed, (now - fire_time) / 1e6
+                )
+            if verdict == "lost":
+                log.debug("schedule %s: another process has fired %s", schedule.handler.name, as_datetime(fire_time))
+                continue
+            schedule.last = fire_time
+            if verdict == "overlap":
+                schedule.skipped += 1
+                log.info("schedule %s skips %s: its last run is not over", schedule.handler.name, as_datetime(fire_time))
+            elif answer is not None:
+                schedule.fired += 1
+                schedule.row = answer.row
+        if rows:
+            self._tier.wake.set()
+
+
+# ── 18. Loops: the engine, from start to stop ─────────────────────────────────────────────────────────────────────────
+# What is alive between `start` and `stop`: the stores, the crew, the schedulers and their loops. One shutdown path for all.
+
+EXTRA: Final = 2.0  # seconds for `finally` blocks after the grace
+WAIT_FOR_ROOM: Final = 5.0
+PROGRESS: Final = 5.0  # seconds between the lines that say what a shutdown waits for
+
+
+class Engine:
+    """One run of a TinyQ."""
+
+    def __init__(self, config: Config, handlers: Mapping[str, Handler]) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.config = config
+        self.clock = config.clock
+        self.settings = functools.lru_cache(1024)(lambda handler: resolve(config, handler, {}))
+        self.worker = f"{config.worker_name or socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
+        self.phase: Literal["running", "stopping", "stopped"] = "running"
+        self.handlers = handlers
+        self.memory_store = MemoryStore()
+        self.memory_tasks: dict[str, bool] = {}
+        self.memory = Tier(self.memory_store, False, self.memory_tasks, asyncio.Event())
+        self.durable_store: SQLiteStore | None = None
+        self.durable: Tier | None = None
+        self.durable_tasks: dict[str, bool] = {}
+        slots = Slots(config.concurrency, config.queues, config.threads)
+        self.crew = Crew(self.clock, slots, self.settings_of, self.worker, config.lease)
+        self.crew.handlers = handlers
+        self.crew.tiers.append(self.memory)
+        self.schedulers: dict[bool, Scheduler] = {}
+        self.spawned: dict[asyncio.Task[Any], str] = {}
+        self._loops: list[asyncio.Task[None]] = []
+        self._wakes: list[asyncio.Event] = []
+        self._room: deque[asyncio.Event] = deque()
+        self._awaited: set[JobRow] = set()
+        self._stopping: asyncio.Task[None] | None = None
+        self._grace_ends = math.inf
+        self._warned = False
+
+    # start
+
+    async def start(self, schedules: Sequence[Schedule]) -> None:
+        """Open the store, begin the loops. On an error nothing is left behind."""
+        if self.config.db is not None:
+            self.durable_store = SQLiteStore(self.config.db, self.config.namespace, self.config.synchronous)
+            await self.durable_store.open()
+            self.durable = Tier(self.durable_store, True, self.durable_tasks, asyncio.Event(), claiming=self.config.worker)
+            self.crew.tiers.append(self.durable)
+        for handler in self.handlers.values():
+            self.learn(handler)
+        for tier in self.crew.tiers:
+            self._begin_tier(tier)
+        self._begin("timeouts", self.crew.deadlines, self.crew.deadline_wake)
+        for schedule in schedules:
+            self.add_schedule(schedule)
+        facts = self.durable_store.facts if self.durable_store else {"path": "none, best-effort jobs only"}
+        log.info(
+            "tinyq %s started: worker %s, %s, %d tasks, %d schedules, database %s",
+            __version__, self.worker, "claims jobs" if self.config.worker else "claims no durable jobs",
+            len(self.handlers), len(schedules), ", ".join(f"{name} {value}" for name, value in facts.items()),
+        )  # fmt: skip
+
+    def _begin_tier(self, tier: Tier) -> None:
+        name = "durable" if tier.durable else "best-effort"
+        self.schedulers[tier.durable] = Scheduler(tier, self._occurrence)
+        self._begin(f"{name} schedules", self.schedulers[tier.durable].step, self.schedulers[tier.durable].wake)
+        self._begin(f"{name} claims", functools.partial(self._claim, tier), tier.wake)
+        if tier.durable:
+            self._begin("leases", functools.partial(self.crew.leases, tier), asyncio.Event())
+
+    def _begin(self, name: str, step: Step, wake: asyncio.Event) -> None:
+        def over() -> bool:
+            return self.phase == "stopped"
+
+        async def run() -> None:
+            try:
+                await drive(name, step, wake, self.clock, over)
+            except asyncio.CancelledError:
+                if self.durable_store is not None:  # the loop is going down without stop()
+                    self.durable_store.abandon()
+                raise
+
+        self._wakes.append(wake)
+        self._loops.append(self.loop.create_task(run(), name=f"tinyq {name}", context=contextvars.Context()))
+
+    async def _claim(self, tier: Tier, now: int) -> float:
+        seconds = await self.crew.claim(tier, now)
+        if not tier.durable:
+            self._room_freed()
+        return seconds
+
+    def learn(self, handler: Handler) -> None:
+        """Let claims take jobs of this task."""
+        self.memory_tasks[handler.name] = not handler.is_async or self.memory_tasks.get(handler.name, False)
+        if handler.registered:
+            self.durable_tasks[handler.name] = not handler.is_async
+            for tier in self.crew.tiers:
+                tier.wake.set()
+
+    def add_schedule(self, schedule: Schedule) -> None:
+        shared = self.durable is not None and not schedule.per_process
+        if shared and not self.config.worker:
+            log.info("schedule %s is left to the processes that claim durable jobs", schedule.handler.name)
+            return
+        if not shared and not schedule.per_process and not self._warned and several_workers():
+            self._warned = True
+            log.warning(
+                "schedule %s: this looks like one of several server processes, and without a database each fires it; "
+                "give db=…, or per_process=True if that is meant", schedule.handler.name,
+            )  # fmt: skip
+        self.schedulers[shared].add(schedule, self.clock.time())
+
+    def settings_of(self, row: JobRow, handler: Handler) -> Settings:
+        """All options of a stored job: the defaults, its task's, and what its enqueue said about the run."""
+        return resolve(self.config, handler, decode_overrides(row.options)) if row.options else self.settings(handler)
+
+    # enqueue
+
+    def make_row(
+        self, handler: Handler | None, name: str, settings: Settings, call: Arguments, overrides: Mapping[str, Any]
+    ) -> JobRow:
+        now = self.clock.time()
+        run_at = settings.run_at if settings.run_at is not None else later(now, settings.delay) if settings.delay else now
+        row = JobRow(new_id(now), name, settings.queue, settings.priority, run_at, now)
+        row.handler, row.settings, row.key, row.on_conflict = handler, settings, settings.key, settings.on_conflict
+        if settings.expires is not None:
+            at = settings.expires
+            row.expires = as_moment(at, "expires") if isinstance(at, datetime) else later(now, at)
+        if settings.durable:
+            row.durable = True
+            row.payload = encode_call(handler, name, call, self.config.max_payload)
+            row.options = encode_overrides(name, overrides)
+        else:
+            row.call = call
+            row.context = contextvars.copy_context()
+        return row
+
+    def _occurrence(self, schedule: Schedule, fire_time: int, now: int) -> JobRow:
+        handler = schedule.handler
+        durable = self.durable is not None and not schedule.per_process
+        settings = self.settings(handler)._replace(durable=durable)
+        row = self.make_row(handler, handler.name, settings, ((), {}), {})
+        row.context, row.schedule, row.fire_time = None, handler.name, fire_time
+        row.run_at = later(fire_time, settings.delay)
+        return row
+
+    async def insert(self, rows: Sequence[JobRow]) -> Sequence[Inserted]:
+        """Store rows of one tier; each answer's row is the one object that stands for that job in this process."""
+        self.crew.activity += 1
+        if not rows[0].durable:
+            for row in rows:
+                if self.config.queues.get(row.queue) == 0:
+                    raise ConfigurationError(
+                        f"task {row.task!r}: queue {row.queue!r} has 0 slots here, so a best-effort job would never run: "
+                        "use durable=True, for another process to run it, or another queue"
+                    )
+            await self._admit(len(rows))
+            answers = await self.memory_store.insert(rows, self.clock.time())
+            self.memory.wake.set()
+            return answers
+        tier = self.require_durable()
+        answers = await tier.store.insert(rows, self.clock.time())
+        tier.wake.set()
+        return [answer._replace(row=self.crew.known(answer.row)) for answer in answers]
+
+    def require_durable(self) -> Tier:
+        if self.durable is not None:
+            return self.durable
+        import importlib.util
+
+        if importlib.util.find_spec("aiosqlite") is None:
+            raise ImportError("durable=True needs aiosqlite (pip install aiosqlite), and a database: TinyQ(db='jobs.db')")
+        raise ConfigurationError(
+            "durable=True needs a database: give db='jobs.db' to lifespan(), configure() or TinyQ(), or set TINYQ_DB"
+        )
+
+    async def _admit(self, count: int) -> None:
+        """Wait for room among the pending best-effort jobs: at most 5 s, and not inside a job, which may be in the way itself."""
+        most = self.config.max_pending
+        full = QueueFull(f"{most:,} best-effort jobs are pending (max_pending): enqueue less, raise it, or use durable=True")
+        if count > most:
+            raise QueueFull(
+                f"{count:,} jobs at once are more than max_pending={most:,}: enqueue fewer at a time, or use durable=True"
+            )
+        ends: float | None = None
+        while self.memory_store.pending + count > most:
+            if _current.get(None) is not None:
+                raise full
+            moment = self.clock.monotonic()
+            ends = moment + WAIT_FOR_ROOM if ends is None else ends
+            if moment >= ends:
+                raise full
+            turn = asyncio.Event()
+            self._room.append(turn)
+            try:
+                await self.clock.wait(turn, ends - moment)
+            finally:
+                if turn in self._room:
+                    self._room.remove(turn)
+            self.require_running()
+        if ends is not None:
+            self._room_freed()  # perhaps there is room for the next in line, too
+
+    def _room_freed(self) -> None:
+        if self._room and self.memory_store.pending < self.config.max_pending:
+            self._room.popleft().set()
+
+    def require_running(self) -> None:
+        """Before start there is no engine; this is about the time after. Jobs that still run may enqueue to the end."""
+        if self.loop is not asyncio.get_running_loop():
+            raise NotStarted(
+                "this TinyQ was started in another event loop: start one in each loop, or hand the work over to that loop"
+            )
+        if self.phase != "running" and not (self.phase == "stopping" and _current.get(None) is not None):
+            raise ShuttingDown(f"tinyq is {self.phase}: nothing was stored; enqueue before the lifespan ends")
+
+    def spawn(self, coro: Coroutine[Any, Any, T], name: str | None, context: contextvars.Context | None) -> asyncio.Task[T]:
+        self.require_running()
+        if len(self.spawned) >= self.config.max_pending:
+            raise QueueFull(f"{self.config.max_pending:,} spawned tasks are running (max_pending): spawn fewer at a time")
+        task = self.loop.create_task(contained(coro), name=name or getattr(coro, "__qualname__", None), context=context)
+        self.spawned[task] = task.get_name()
+        task.add_done_callback(self._spawned_ended)
+        return task
+
+    def _spawned_ended(self, task: asyncio.Task[Any]) -> None:
+        name = self.spawned.pop(task)
+        if not self.spawned:
+            self.crew.idle.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("spawned task %s failed: %s", name, error_text(error), exc_info=error)
+
+    # handles
+
+    async def cancel(self, row: JobRow, reason: str = "cancelled on request") -> bool:
+        job = self.crew.running.get(row.id)
+        if job is not None and job.task is not None:
+            job.stop("cancel")
+            await asyncio.wait({job.task})
+            return row.state is State.CANCELLED
+        if row.finished is not None or self.phase == "stopped":
+            return False
+        settings, now = self.settings_for(row), self.clock.time()
+        keep_until = None if settings.failure_ttl == math.inf else later(now, settings.failure_ttl)
+        store = self.require_durable().store if row.durable else self.memory_store
+        state = (await store.cancel([row.id], reason, keep_until, now)).get(row.id)
+        if state is State.CANCELLED:
+            row.state, row.reason, row.finished = State.CANCELLED, row.reason or reason, now
+            self.crew.conclude(row)
+            self._room_freed()
+        elif state is State.RUNNING:
+            await self.wait_for_end(row)
+        return row.state is State.CANCELLED
+
+    def settings_for(self, row: JobRow) -> Settings:
+        if row.settings is None:
+            handler = row.handler or self.handlers.get(row.task)
+            row.settings = self.settings_of(row, handler) if handler else Settings(**decode_overrides(row.options))
+        return row.settings
+
+    async def wait_for_end(self, row: JobRow) -> None:
+        """Returns when the job has ended; NoResult when this process is not going to see that."""
+        while row.finished is None:
+            if self.phase == "stopped":
+                raise NoResult(f"job {id_text(row.id)} was {row.state} when tinyq stopped here")
+            waiter: asyncio.Future[None] = self.loop.create_future()
+            row.waiters = [*(row.waiters or ()), waiter]
+            self._awaited.add(row)
+            try:
+                if not row.durable or row.id in self.crew.running:
+                    await waiter
+                elif not (await asyncio.wait({waiter}, timeout=POLL))[0]:
+                    await self._look_up(row)
+            finally:
+                row.waiters.remove(waiter)
+                if not row.waiters:
+                    self._awaited.discard(row)
+
+    async def _look_up(self, row: JobRow) -> None:
+        """What has become of a durable job that does not run here."""
+        tier = self.require_durable()
+        found = await tier.store.get([row.id])
+        if row.id in self.crew.running or row.finished is not None:
+            return
+        if not found:
+            raise NoResult(
+                f"job {id_text(row.id)} has ended and its result was not kept: set result_ttl to read it from anywhere"
+            )
+        self.crew.known(found[0])
+        elsewhere = not tier.claiming or row.state is State.RUNNING
+        if row.finished is None and elsewhere and self.settings_for(row).result_ttl <= 0:
+            raise NoResult(
+                f"job {id_text(row.id)} runs in another process and keeps no result: set result_ttl to read it from here"
+            )
+
+    async def get(self, id: bytes) -> JobRow | None:
+        found = await self.memory_store.get([id])
+        if not found and self.durable is not None:
+            if id in self.crew.running:
+                return self.crew.running[id].row
+            found = [self.crew.known(row) for row in await self.durable.store.get([id])]
+        return found[0] if found else None
+
+    async def promote(self, rows: Sequence[JobRow]) -> list[JobRow]:
+        """Move pending best-effort jobs into the table; answers those that are there now. The others are as they were."""
+        tier, now = self.require_durable(), self.clock.time()
+        ready = []
+        for row in rows:
+            settings = self.settings_for(row)
+            overrides = {name: getattr(settings, name) for name in ("retry", "timeout", "result_ttl", "failure_ttl")}
+            task_settings = self.settings(row.handler)
+            changed = {name: value for name, value in overrides.items() if value != getattr(task_settings, name)}
+            try:
+                stored = dataclasses.replace(row, durable=True, on_conflict="reuse", waiters=None, context=None, claim_no=0)
+                stored.payload = encode_call(row.handler, row.task, cast(Arguments, row.call), self.config.max_payload)
+                stored.options = encode_overrides(row.task, changed)
+            except (TypeError, ValueError) as error:
+                log.warning("%s cannot be promoted: %s", label(row), error_text(error))
+                continue
+            ready.append((row, stored))
+        await self.memory_store.cancel([row.id for row, _ in ready], "being promoted", now, now)
+        try:
+            await tier.store.insert([stored for _, stored in ready], now) if ready else None
+        except BaseException:
+            for row, _ in ready:
+                row.state, row.finished, row.reason = State.PENDING, None, None
+            await self.memory_store.insert([row for row, _ in ready], now)
+            raise
+        for row, stored in ready:
+            row.state, row.finished, row.reason, row.durable, row.payload = State.PENDING, None, None, True, stored.payload
+            row.options, row.call, row.context, row.claim_no = stored.options, None, None, 0
+            self.crew.live[row.id] = row
+            log.info("%s was promoted: it is stored as a durable job", label(row))
+        tier.wake.set()
+        self._room_freed()
+        return [row for row, _ in ready]
+
+    async def requeue(self, ids: Sequence[bytes]) -> int:
+        now = self.clock.time()
+        again = list(await self.memory_store.requeue(ids, now))
+        if self.durable is not None:
+            again += await self.durable.store.requeue(ids, now)
+        for row in await self.durable.store.get([id for id in again if id in self.crew.live]) if self.durable else ():
+            self.crew.known(row)
+        for tier in self.crew.tiers:
+            tier.wake.set()
+        return len(again)
+
+    # quiet
+
+    def quiesce(self) -> None:
+        """No claim of a durable job and no firing from this loop turn on."""
+        for scheduler in self.schedulers.values():
+            scheduler.firing = False
+        if self.durable is not None:
+            self.durable.claiming = False
+
+    async def drain(self) -> None:
+        while self.phase == "running":
+            seen, due = self.crew.activity, await self._due()
+            busy = self.crew.running or self.spawned
+            if not due and not busy and not self.crew.claims_under_way and seen == self.crew.activity:
+                return
+            self.crew.idle.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL if busy else 0.01):
+                    await self.crew.idle.wait()
+
+    async def _due(self) -> bool:
+        """Whether something could start here now, room aside."""
+        now = self.clock.time()
+        if any(scheduler.is_due(now) for scheduler in self.schedulers.values()):
+            return True
+        for tier in self.crew.tiers:
+            for count in await tier.store.counts(now) if tier.claiming else ():
+                if count.due and count.task in tier.tasks and self.config.queues.get(count.queue, 1) > 0:
+                    return True
+        return False
+
+    async def stats(self, schedules: Sequence[Schedule]) -> Stats:
+        now = self.clock.time()
+        counts = list(await self.memory_store.counts(now))
+        spawned = Counter(self.spawned.values())
+        counts += [Count("default", name, State.RUNNING, False, n) for name, n in sorted(spawned.items())]
+        if self.durable is not None:
+            counts += await self.durable.store.counts(now)
+        unknown = {c.task for c in counts if c.durable and c.state is State.PENDING and c.task not in self.handlers}
+        return Stats(tuple(counts), tuple(sorted(unknown)), tuple(schedule.stats() for schedule in schedules))
+
+    # stop
+
+    async def stop(self, grace: float) -> None:
+        """The one way down. A second call joins the first and can only shorten its grace."""
+        self._grace_ends = min(self._grace_ends, self.clock.monotonic() + grace)
+        self.crew.idle.set()
+        if self._stopping is None:
+            self.phase = "stopping"
+            self.quiesce()
+            self._stopping = self.loop.create_task(self._shut_down(grace), name="tinyq stop", context=contextvars.Context())
+        with on_signals(self._hurry, chain=True):
+            while not self._stopping.done():
+                try:
+                    await asyncio.shield(self._stopping)
+                except asyncio.CancelledError:
+                    if self._stopping.done():
+                        raise
+                    self._hurry()
+                    await asyncio.wait({self._stopping})
+                    raise
+
+    def _hurry(self) -> None:
+        if self._grace_ends > 0:
+            log.warning("told again to stop: the grace is over")
+        self._grace_ends = 0.0
+        self.crew.idle.set()
+
+    async def _shut_down(self, grace: float) -> None:
+        for wake in (*self._wakes, *self._room):
+            wake.set()
+        await self._wait_for_jobs(grace)
+        self.memory.claiming = False
+        stuck = await self._cancel_jobs()
+        self.crew.closing.set()
+        await self._leftovers()
+        self.phase = "stopped"
+        for wake in self._wakes:
+            wake.set()
+        await asyncio.wait(self._loops, timeout=EXTRA)
+        for loop in self._loops:
+            loop.cancel()
+        for row in self._awaited:
+            for waiter in row.waiters or ():
+                if not waiter.done():
+                    waiter.set_result(None)
+        self.crew.stop_watching()
+        if self.durable_store is not None:
+            await self.durable_store.close()
+        await self.crew.threads.close()
+        log.info("tinyq stopped%s", f"; still running: {', '.join(stuck)}" if stuck else "")
+
+    async def _wait_for_jobs(self, grace: float) -> None:
+        """Until the running and the due best-effort jobs have ended, or the grace has."""
+        began = self.clock.monotonic()
+        told = began - PROGRESS
+        while self.crew.running or self.spawned or any(count.due for count in await self.memory_store.counts(self.clock.time())):
+            moment = self.clock.monotonic()
+            if moment >= self._grace_ends:
+                return
+            if moment - told >= PROGRESS:
+                told = moment
+                log.info(
+                    "stopping: waiting for %s, and %d pending, for at most %.1f s",
+                    self._names(), self.memory_store.pending, self._grace_ends - moment,
+                )  # fmt: skip
+            self.crew.idle.clear()
+            await self.clock.wait(self.crew.idle, min(PROGRESS, self._grace_ends - moment))
+
+    def _names(self) -> str:
+        running = Counter([job.row.task for job in self.crew.running.values()] + list(self.spawned.values()))
+        return ", ".join(f"{name} ×{n}" for name, n in running.most_common(10)) or "nothing"
+
+    async def _cancel_jobs(self) -> list[str]:
+        """Cancel what still runs, give `finally` blocks a bounded time, name and abandon what does not end."""
+        for job in list(self.crew.running.values()):
+            job.stop("shutdown")
+        for task in list(self.spawned):
+            task.cancel()
+        ends = self.clock.monotonic() + EXTRA
+        while (self.crew.running or self.spawned) and (moment := self.clock.monotonic()) < ends:
+            self.crew.idle.clear()
+            await self.clock.wait(self.crew.idle, ends - moment)
+        stuck = [label(job.row) for job in self.crew.running.values()] + [
+            f"spawned task {name}" for name in self.spawned.values()
+        ]
+        for name in stuck:
+            log.error(
+                "%s does not end though it was cancelled: it is abandoned%s", name, "" if "spawned" in name else " with its lease"
+            )
+        for job in list(self.crew.running.values()):
+            job.stop("abandoned")
+        return stuck
+
+    async def _leftovers(self) -> None:
+        """Promote the best-effort jobs that were not started; report by name those that are lost."""
+        pending = await self.memory_store.list(State.PENDING, limit=sys.maxsize)
+        wanted = [row for row in pending if self._may_promote(row)]
+        promoted: list[JobRow] = []
+        if wanted:
+            try:
+                promoted = await self.promote(wanted)
+            except Exception as error:
+                log.error("%d best-effort jobs cannot be promoted: %s", len(wanted), error_text(error))
+        lost = [row for row in pending if row not in promoted]
+        if lost:
+            names = Counter(row.task for row in lost)
+            log.error("best-effort jobs lost at shutdown: %s", ", ".join(f"{name} ×{n}" for name, n in sorted(names.items())))
+            now = self.clock.time()
+            await self.memory_store.cancel([row.id for row in lost], "lost at shutdown", now, now)
+            for row in lost:
+                self.crew.conclude(row)
+
+    def _may_promote(self, row: JobRow) -> bool:
+        handler = row.handler
+        if self.durable is None or handler is None or not handler.registered or row.schedule is not None:
+            return False
+        wish = self.config.promote if handler.promote is None else handler.promote
+        return wish == "interrupted" or (bool(wish) and row.interruptions == 0)
+
+
+async def contained(coro: Coroutine[Any, Any, T]) -> T:
+    """A spawned coroutine that cannot take the event loop down by SystemExit or KeyboardInterrupt."""
+    try:
+        return await coro
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise JobFailed(type(error).__qualname__, str(error)) from error
+
+
+def several_workers() -> bool:
+    """Whether this process seems to be one of several that serve the same application."""
+    if os.environ.get("WEB_CONCURRENCY", "1") not in ("", "1") or "gunicorn" in os.environ.get("SERVER_SOFTWARE", ""):
+        return True
+    multiprocessing = sys.modules.get("multiprocessing")
+    return multiprocessing is not None and multiprocessing.parent_process() is not None
+
+
+# ── 19. Job handle ────────────────────────────────────────────────────────────────────────────────────────────────────
+# What `enqueue` and `get` answer. Never None: a handle, or an error.
+
+
+class Job(Generic[R_co]):
+    """One job, as seen from outside.
+
+    `created` is False if `key` led to a job that was there already.
+    """
+
+    def __init__(self, engine: Engine, row: JobRow, created: bool) -> None:
+        self._engine = engine
+        self._row = row
+        self.created = created
+
+    def __repr__(self) -> str:
+        return f"<Job {self.task} {self.id} {self.status}>"
+
+    @property
+    def id(self) -> str:
+        """A UUID (version 7), as text."""
+        return id_text(self._row.id)
+
+    @property
+    def task(self) -> str:
+        return self._row.task
+
+    @property
+    def queue(self) -> str:
+        return self._row.queue
+
+    @property
+    def durable(self) -> bool:
+        """Whether the job is in the database."""
+        return self._row.durable
+
+    @property
+    def status(self) -> State:
+        """Live for a job of this process; else as it was when last read: `await get(id)` reads again."""
+        return self._row.state
+
+    @property
+    def attempts(self) -> int:
+        """Starts so far."""
+        return self._row.attempts
+
+    @property
+    def error(self) -> str | None:
+        """The last error, as `Type: message`."""
+        return self._row.error
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is in this state, where that needs saying."""
+        return self._row.reason
+
+    @property
+    def run_at(self) -> datetime:
+        """When it was, or is, to start."""
+        return cast(datetime, as_datetime(self._row.run_at))
+
+    async def result(self, timeout: float | timedelta | None = None) -> R_co:
+        """Wait for the end and return what the handler returned.
+
+        Giving up (TimeoutError after `timeout` seconds, or a cancelled wait) leaves the job alone. Raises JobFailed,
+        JobCancelled, or at once NoResult if there will be nothing to return: a durable job's result is known outside of the
+        process that ran it only with `result_ttl`.
+        """
+        row = self._row
+        async with asyncio.timeout(None if timeout is None else duration(timeout, "timeout")):
+            await self._engine.wait_for_end(row)
+        if row.state is State.DEAD:
+            kind, _, message = (row.error or row.reason or "unknown").partition(": ")
+            raise JobFailed(kind, message) from row.exception
+        if row.state is State.CANCELLED:
+            raise JobCancelled(row.reason or "cancelled")
+        if row.value is not ...:
+            return cast(R_co, row.value)
+        if row.result is None:
+            raise NoResult(f"job {self.id} is done and its result was not kept: set result_ttl to read it from anywhere")
+        return cast(R_co, json.loads(row.result))
+
+    async def cancel(self) -> bool:
+        """Take a pending job out, or cancel a running handler and wait until it has stopped. True if it is cancelled now."""
+        return await self._engine.cancel(self._row)
+
+    async def promote(self) -> bool:
+        """Make a pending best-effort job durable, with what is left of its delay and attempts. False if it has started or ended.
+
+        Raises TypeError for a callable that is not a registered task or arguments that JSON cannot carry.
+        """
+        row = self._row
+        if row.durable or row.state is not State.PENDING:
+            return row.durable
+        if row.handler is None or not row.handler.registered:
+            raise TypeError(
+                f"{row.task!r} is not a registered task, and only those can be found again: decorate it with @tinyq.task"
+            )
+        if row.call is not None:
+            encode_call(row.handler, row.task, row.call, self._engine.config.max_payload)
+        self._engine.require_running()
+        return bool(await self._engine.promote([row]))
+
+
+# ── 20. Tasks ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# What a decorated function becomes: callable as before, and able to enqueue itself with its own typed signature.
+
+
+class Task(Generic[P, C_co, R_co]):
+    """A registered function. P: its arguments; C: what a direct call returns (a coroutine for async def); R: its result."""
+
+    def __init__(self, q: TinyQ, handler: Handler) -> None:
+        functools.update_wrapper(self, handler.fn)
+        self._q = q
+        self._handler = handler
+
+    def __repr__(self) -> str:
+        return f"<Task {self.name}>"
+
+    @property
+    def name(self) -> str:
+        """How jobs refer to it: `module.qualname`, unless it was given."""
+        return self._handler.name
+
+    @property
+    def fn(self) -> Callable[P, C_co]:
+        """The function itself."""
+        return self._handler.fn
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> C_co:
+        return cast(C_co, self._handler.fn(*args, **kwargs))
+
+    async def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> Job[R_co]:
+        """Enqueue a call with the task's own options; all arguments go to the handler. Raises as `TinyQ.enqueue`."""
+        return await self._q._enqueue(self._handler, self.name, args, kwargs, {})
+
+    def options(self, **options: Unpack[Options]) -> Call[P, R_co]:
+        """The task with other options: `await send.options(delay=60).enqueue(…)`."""
+        return Call(self._q, self._handler, check_options(options, f"{self.name}.options()"))
+
+
+class AsyncTask(Task[P, Coroutine[object, Never, R_co], R_co]):
+    """The same over async def: frameworks ask whether `__call__` is a coroutine function."""
+
+    async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        return cast(R_co, await self._handler.fn(*args, **kwargs))
+
+
+class Call(Generic[P, R_co]):
+    """A task with options for the next call; see `Task.options`."""
+
+    def __init__(self, q: TinyQ, handler: Handler, options: Mapping[str, Any]) -> None:
+        self._q = q
+        self._handler = handler
+        self._options = options
+
+    async def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> Job[R_co]:
+        """Enqueue a call; all arguments go to the handler."""
+        return await self._q._enqueue(self._handler, self._handler.name, args, kwargs, self._options)
+
+
+class Decorator(Protocol):
+    """What `task(…)` and `every(…)` return."""
+
+    @overload
+    def __call__(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Task[P, Coroutine[object, Never, R], R]: ...
+    @overload
+    def __call__(self, fn: Callable[P, R], /) -> Task[P, R, R]: ...
+
+
+# ── 21. TinyQ ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# The object behind everything: registration at any time, an engine between start and stop.
+
+
+class TinyQ:
+    """Background work of one application. All options: see `Configuration`; they are checked here, and nothing is opened.
+
+    Use it as `async with TinyQ("jobs.db") as q:`, as `FastAPI(lifespan=q.lifespan)`, or with `start` and `stop`.
+    """
+
+    def __init__(self, db: str | os.PathLike[str] | None = None, **options: Unpack[Configuration]) -> None:
+        self._given: dict[str, Any] = {**options} if db is None else {"db": db, **options}
+        self._environment: Callable[[], dict[str, Any]] = dict
+        configure_from(self._given)
+        self._handlers: dict[str, Handler] = {}
+        self._of_functions: dict[Any, Handler] = {}
+        self._schedules: list[Schedule] = []
+        self._engine: Engine | None = None
+        self._starting = False
+        self._was_stopped = False
+        self._bare = functools.lru_cache(256)(make_handler)
+
+    # registration
+
+    @overload
+    def task(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Task[P, Coroutine[object, Never, R], R]: ...
+    @overload
+    def task(self, fn: Callable[P, R], /) -> Task[P, R, R]: ...
+    @overload
+    def task(
+        self, /, *, name: str | None = None, replace: bool = False, promote: Promote | None = None, **options: Unpack[Options]
+    ) -> Decorator: ...
+    def task(
+        self,
+        fn: Any = None,
+        /,
+        *,
+        name: str | None = None,
+        replace: bool = False,
+        promote: Promote | None = None,
+        **options: Any,
+    ) -> Any:
+        """Register a function (async or plain), method, partial or callable as a task. Works bare and with options.
+
+        name: how stored jobs refer to it. Default `module.qualname`.
+        replace: take the place of a task with this name, instead of DuplicateTask.
+        promote: at shutdown store its unstarted best-effort jobs (True), interrupted ones too ("interrupted"), or none (False).
+        Raises TypeError for what is not callable or an unknown option, ValueError for a bad value.
+        """
+        checked = check_options(options, f"task {name!r}" if name else "task()")
+        if promote is not None:
+            choice(promote, "promote", True, False, "interrupted")
+
+        def register(function: Callable[..., Any]) -> Task[..., Any, Any]:
+            return self._register(function, name, replace, promote, checked)
+
+        return cast(Any, register if fn is None else register(fn))
+
+    def _register(
+        self, fn: Callable[..., Any], name: str | None, replace: bool, promote: Promote | None, options: Mapping[str, Any]
+    ) -> Task[..., Any, Any]:
+        handler = make_handler(fn.fn if isinstance(fn, Task) else fn, name, options, promote)
+        if handler.name in self._handlers and not replace:
+            raise DuplicateTask(f"a task named {handler.name!r} is registered already: give one of them name=…, or replace=True")
+        if handler.name.startswith("__main__."):
+            log.warning(
+                "task %s is named after the script that runs: other processes know it by another name; give it name=…",
+                handler.name,
+            )
+        self._handlers[handler.name] = handler
+        with contextlib.suppress(TypeError):  # not hashable: it can be enqueued through its Task only
+            self._of_functions[handler.fn] = handler
+        if self._engine is not None:
+            self._engine.learn(handler)
+        return (AsyncTask if handler.is_async else Task)(self, handler)
+
+    def every(
+        self,
+        seconds: float | timedelta,
+        *,
+        offset: float | timedelta = 0.0,
+        immediate: bool = False,
+        overlap: Literal["skip"] = "skip",
+        per_process: bool = False,
+        name: str | None = None,
+        promote: Promote | None = None,
+        **options: Unpack[Options],
+    ) -> Decorator:
+        """Run a function at every multiple of `seconds` since the epoch (moved by `offset`): every(60) means each full minute.
+
+        The next fire time is the previous one plus the period, never "now plus the period". With a database one process of all
+        runs each fire time, as a durable job; `per_process=True`, or no database: every process runs its own, best-effort.
+        A fire time is skipped while the last run is not over. `immediate` also fires once at start, for the current fire time.
+        Takes all options of a task, except that the default is a single start: `retry=` says otherwise.
+        Raises TypeError for a function that needs arguments.
+        """
+        period = round(duration(seconds, "every", zero=False) * 1e6)
+        if period < 1_000:
+            raise ValueError(f"every is {seconds!r}: the shortest period is 0.001 s")
+        choice(overlap, "overlap", "skip")
+        start = round(duration(offset, "offset") * 1e6) % period
+        checked = {"retry": ONE_START} | check_options(options, "every()")
+        for option in ("durable", "key", "run_at"):
+            if option in checked:
+                raise TypeError(f"every(): {option!r} is decided by the schedule itself; see per_process")
+
+        def register(function: Callable[..., Any]) -> Task[..., Any, Any]:
+            bare = make_handler(function)
+            if bare.signature is not None and bare.fewest > 0:
+                raise TypeError(
+                    f"every({seconds!r}): {bare.name!r} needs arguments, and a schedule has none to give: use functools.partial"
+                )
+            task = self._register(function, name, False, promote, checked)
+            schedule = Schedule(task._handler, period, start, flag(immediate, "immediate"), flag(per_process, "per_process"))
+            if not self._schedules and self._engine is None:
+                atexit.register(warn_if_never_started, weakref.ref(self))
+            self._schedules.append(schedule)
+            if self._engine is not None:
+                self._engine.add_schedule(schedule)
+            return task
+
+        return cast(Decorator, register)
+
+    # enqueue
+
+    @overload
+    async def enqueue(self, fn: str, /, *args: Any, **kwargs: Any) -> Job[Any]: ...
+    @overload
+    async def enqueue(self, fn: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs) -> Job[R]: ...
+    @overload
+    async def enqueue(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Job[R]: ...
+    @overload
+    async def enqueue(self, fn: Callable[[*Ts], Awaitable[R]], /, *args: *Ts, **options: Unpack[Options]) -> Job[R]: ...
+    @overload
+    async def enqueue(self, fn: Callable[[*Ts], R], /, *args: *Ts, **options: Unpack[Options]) -> Job[R]: ...
+    async def enqueue(self, fn: Any, /, *args: Any, **kwargs: Any) -> Job[Any]:  # type: ignore[misc]
+        """Enqueue a call of a task (or, best-effort, of any callable; or, durable, of a task by its name).
+
+        Keywords that are names of options (see `Options`) are options, all others go to the handler. When this returns, a
+        durable job is committed. Raises before anything is stored: TypeError for arguments the handler does not take or an
+        unknown option, PayloadError, PayloadTooLarge, QueueFull, KeyConflict, NotStarted, ShuttingDown, StoreError.
+        """
+        options = {name: kwargs.pop(name) for name in list(kwargs) if name in CHECKS} if kwargs else {}
+        handler, name = self._find(fn, bool(options.get("durable")))
+        if options and handler is not None and handler.signature is not None:
+            for option in options:
+                if option in handler.signature.parameters:
+                    raise TypeError(
+                        f"{option!r} is both an option and a parameter of task {name!r}: "
+                        f"write task.options({option}=…).enqueue(…) for the option, task.enqueue({option}=…) for the parameter"
+                    )
+        return await self._enqueue(handler, name, args, kwargs, check_options(options, f"enqueue({name})") if options else {})
+
+    def _find(self, fn: Any, durable: bool) -> tuple[Handler | None, str]:
+        """The handler behind what was handed to enqueue; None for the name of a task that only other processes know."""
+        if isinstance(fn, Task):
+            if fn._q is not self:
+                raise UnknownTask(f"task {fn.name!r} belongs to another TinyQ: enqueue it there, or register it here")
+            return fn._handler, fn.name
+        if isinstance(fn, str):
+            handler = self._handlers.get(fn)
+            if handler is None and not durable:
+                raise UnknownTask(
+                    f"no task is named {fn!r} here{hint(fn, self._handlers)}; only a durable job may leave that to others"
+                )
+            return handler, text(fn, "a task's name")
+        try:
+            handler = self._of_functions.get(fn) or self._bare(fn)
+        except TypeError:
+            handler = make_handler(fn)
+        return handler, handler.name
+
+    async def _enqueue(
+        self, handler: Handler | None, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Job[Any]:
+        engine = self._running()
+        row = self._make_row(engine, handler, name, args, kwargs, options)
+        [answer] = await engine.insert([row])
+        return Job(engine, answer.row, answer.verdict == "created")
+
+    def _make_row(
+        self,
+        engine: Engine,
+        handler: Handler | None,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> JobRow:
+        settings = engine.settings(handler) if not options else resolve(engine.config, handler, options)
+        if handler is not None:
+            try:
+                check_call(handler, args, kwargs)
+            except TypeError as error:
+                raise TypeError(f"{error}{''.join(did_you_mean(word, CHECKS) for word in kwargs)}") from None
+            if settings.durable and not handler.registered:
+                raise TypeError(
+                    f"{name!r} is not a registered task, so no later process could find it: decorate it with @tinyq.task"
+                )
+            if not handler.registered:
+                engine.learn(handler)
+        if settings.durable:
+            engine.require_durable()
+        return engine.make_row(handler, name, settings, (args, kwargs), options)
+
+    async def enqueue_many(self, items: Iterable[tuple[Any, ...]], **options: Unpack[Options]) -> list[Job[Any]]:
+        """Enqueue many calls at once, all or none: items are (task, args) or (task, args, kwargs). Options hold for all.
+
+        Durable ones are one transaction. Raises as `enqueue`, and ValueError if some are durable and some are not.
+        """
+        engine = self._running()
+        checked = check_options(options, "enqueue_many()")
+        rows = []
+        for i, item in enumerate(items):
+            if not isinstance(item, tuple) or len(item) not in (2, 3) or isinstance(item[1], str):
+                raise TypeError(f"items[{i}] is not (task, args) or (task, args, kwargs)")
+            fn, args, kwargs = item if len(item) == 3 else (*item, {})
+            handler, name = self._find(fn, bool(checked.get("durable")))
+            rows.append(self._make_row(engine, handler, name, tuple(args), dict(kwargs), checked))
+        if len({row.durable for row in rows}) > 1:
+            raise ValueError("some of these tasks are durable and some are not: pass durable=True or durable=False")
+        answers = await engine.insert(rows) if rows else ()
+        return [Job(engine, answer.row, answer.verdict == "created") for answer in answers]
+
+    def spawn(
+        self, coro: Coroutine[Any, Any, R], *, name: str | None = None, context: contextvars.Context | None = None
+    ) -> asyncio.Task[R]:
+        """asyncio.create_task, but tracked: referenced until it ends, waited for at shutdown, its failure logged.
+
+        It starts at once and takes no slot. Raises NotStarted, ShuttingDown, QueueFull (`max_pending` of them at once).
+        """
+        if not inspect.iscoroutine(coro):
+            raise TypeError(f"spawn() takes a coroutine, and this is {coro!r}: call the async function")
+        try:
+            return self._running().spawn(coro, name, context)
+        except TinyQError:
+            coro.close()
+            raise
+
+    def _running(self) -> Engine:
+        if self._engine is not None:
+            self._engine.require_running()
+            return self._engine
+        if self._was_stopped:
+            raise ShuttingDown("tinyq has stopped: nothing was stored; enqueue before the lifespan ends, or start it again")
+        raise NotStarted(
+            "tinyq has not been started: put `async with tinyq.lifespan(app):` into the application's lifespan. If it is there, "
+            "that lifespan does not run: a mounted sub-application's never does, nor a test client's without its context manager"
+        )
+
+    # life
+
+    async def start(self) -> None:
+        """Open the database, begin to claim and to fire. Returns at once; raises AlreadyStarted, StoreError, ImportError."""
+        if self._engine is not None and self._engine.loop.is_closed():
+            self._engine = None  # its loop ended without stop()
+        if self._engine is not None or self._starting:
+            raise AlreadyStarted("this TinyQ runs already: one lifespan (or start) at a time")
+        self._starting = True
+        try:
+            config = configure_from({**self._environment(), **self._given})
+            engine = Engine(config, self._handlers)
+            await engine.start(self._schedules)
+        finally:
+            self._starting = False
+        self._engine = engine
+
+    async def stop(self, grace: float | timedelta | None = None) -> None:
+        """Stop claiming and firing at once, let what runs go on for `grace` seconds, then cancel it; keep what can be kept.
+
+        Waiting best-effort jobs are run within the grace, then promoted or reported lost. Idempotent; joins a stop under way.
+        """
+        engine = self._engine
+        if engine is None:
+            return
+        try:
+            await engine.stop(engine.config.grace if grace is None else duration(grace, "grace", infinite=True))
+        finally:
+            if engine.phase == "stopped" and self._engine is engine:
+                self._engine = None
+                self._was_stopped = True
+
+    async def quiesce(self) -> None:
+        """Claim no durable job and fire no schedule any more, and go on with the rest; for a preStop hook."""
+        self._running().quiesce()
+
+    async def drain(self) -> None:
+        """Return when nothing is running here and nothing that is due could start here."""
+        await self._running().drain()
+
+    async def __aenter__(self) -> TinyQ:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: object = None) -> AsyncIterator[dict[str, TinyQ]]:
+        """Start, yield {"tinyq": self} (which Starlette merges into `request.state`), stop. Works without an app, too."""
+        async with self:
+            yield {"tinyq": self}
+
+    def run(self) -> None:
+        """Start, work until SIGINT or SIGTERM, stop; for scripts and workers. A second signal skips the grace."""
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        told = asyncio.Event()
+        with on_signals(told.set, chain=False):
+            async with self:
+                await told.wait()
+
+    # looking
+
+    async def get(self, id: str) -> Job[Any]:
+        """The job with this id, as it is now. Raises JobNotFound if there is none (any more)."""
+        engine = self._running()
+        row = await engine.get(id_bytes(id))
+        if row is None:
+            raise JobNotFound(f"no job has the id {id!r}: it never was, or it has ended and was not kept")
+        return Job(engine, row, False)
+
+    async def stats(self) -> Stats:
+        """Counts per queue, task and state, and what the schedules of this process have done."""
+        return await self._running().stats(self._schedules)
+
+    async def requeue(self, *ids: str) -> int:
+        """Make dead or cancelled jobs pending again, with all their attempts. Answers how many were."""
+        return await self._running().requeue([id_bytes(id) for id in ids])
+
+
+def warn_if_never_started(q: weakref.ref[TinyQ]) -> None:
+    found = q()
+    if found is not None and found._engine is None and not found._was_stopped and found._schedules:
+        log.warning("%d schedules are registered, and tinyq was never started: they did not run", len(found._schedules))
+
+
+# ── 22. Default instance ──────────────────────────────────────────────────────────────────────────────────────────────
+# The functions of the module are the methods of one TinyQ, which `configure`, `lifespan` or the environment sets up.
+
+_default: Final = TinyQ()
+_default._environment = from_environment
+
+task = _default.task
+every = _default.every
+enqueue = _default.enqueue
+enqueue_many = _default.enqueue_many
+spawn = _default.spawn
+start = _default.start
+stop = _default.stop
+quiesce = _default.quiesce
+drain = _default.drain
+get = _default.get
+stats = _default.stats
+requeue = _default.requeue
+
+
+def configure(db: str | os.PathLike[str] | None = None, **options: Unpack[Configuration]) -> None:
+    """Set options of the default instance, before it starts or after it has stopped.
+
+    Raises AlreadyStarted while it runs, ConfigurationError if an option was set to something else before its first start.
+    """
+    if _default._engine is not None or _default._starting:
+        raise AlreadyStarted("tinyq runs already: configure it before its lifespan begins")
+    news: dict[str, Any] = {**options} if db is None else {"db": db, **options}
+    configure_from(news)
+    given = _default._given
+    for name, value in news.items():
+        if name in given and given[name] != value and not _default._was_stopped:
+            raise ConfigurationError(
+                f"{name} was set to {given[name]!r} before and is to be {value!r} now: configure tinyq in one place"
+            )
+    given.update(news)
+
+
+@contextlib.asynccontextmanager
+async def lifespan(
+    app: object = None, *, db: str | os.PathLike[str] | None = None, **options: Unpack[Configuration]
+) -> AsyncIterator[dict[str, TinyQ]]:
+    """The default instance from start to stop: `async with tinyq.lifespan(app, db=…):`, or FastAPI(lifespan=tinyq.lifespan).
+
+    Put it innermost in the application's own lifespan, so that it drains before what its jobs use is closed.
+    """
+    if options or db is not None:
+        configure(db, **options)
+    async with _default.lifespan(app) as state:
+        yield state
+
+
+def run(q: TinyQ | None = None) -> None:
+    """Run a TinyQ (default: the default instance) until SIGINT or SIGTERM."""
+    (q or _default).run()
