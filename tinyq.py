@@ -281,6 +281,8 @@ def duration(value: object, name: str, *, zero: bool = True, infinite: bool = Fa
         value = value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r}: give seconds as a number, or a timedelta")
+    if isinstance(value, int) and abs(value) > 10**300:
+        raise ValueError(f"{name} is a number of {value.bit_length()} bits: give seconds")
     if math.isnan(value) or value < 0 or (value == 0 and not zero) or (math.isinf(value) and not infinite):
         wanted = "not negative" if zero else "greater than zero"
         raise ValueError(f"{name} is {value!r}: it must be {wanted}{'' if infinite else ' and finite'}")
@@ -297,6 +299,9 @@ class State(StrEnum):
     CANCELLED = "cancelled"
 
 
+ErrorKinds = type[BaseException] | tuple[type[BaseException], ...] | Callable[[BaseException], bool]
+
+
 @dataclass(frozen=True, slots=True)
 class Retry:
     """How often a failing job starts again, and how long it waits before that.
@@ -304,11 +309,13 @@ class Retry:
     The delay after failure n (n = 1, 2, …) is d = min(cap, base · factor^(n-1)) seconds, then jitter:
     "equal" (default) draws from [d/2, d], "full" from [d/10, d], "none" takes d. `delays` gives the delays themselves,
     taken as they are, the last one repeated; `max_attempts` then defaults to one start more than there are delays.
+    No delay is longer than 10^12 seconds.
 
     max_attempts: starts altogether, the first included; `math.inf` for no limit. Default 5.
     base, cap: seconds or timedelta. Defaults 5 s and 900 s: about 5 s, 30 s, 3 min and 15 min apart.
-    retry_on: the exception type, or types, that are retried; anything else is dead at once. Default: all.
-    give_up_on: types that are dead at once even if `retry_on` includes them.
+    retry_on: the exception type, or types, that are retried, or a function that says so of an error; anything else is dead at
+        once. Default: all.
+    give_up_on: types (or a function) for errors that are dead at once even if `retry_on` includes them.
 
     Raises TypeError or ValueError for values that make no sense.
     """
@@ -318,14 +325,16 @@ class Retry:
     factor: float = 6.0
     cap: float | timedelta = 900.0
     jitter: Literal["equal", "full", "none"] | bool = "equal"
-    retry_on: type[BaseException] | tuple[type[BaseException], ...] = BaseException
-    give_up_on: type[BaseException] | tuple[type[BaseException], ...] = ()
+    retry_on: ErrorKinds = BaseException
+    give_up_on: ErrorKinds = ()
     delays: Sequence[float | timedelta] = ()
 
     def __post_init__(self) -> None:
         def fix(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
+        if isinstance(self.delays, (str, bytes)) or not isinstance(self.delays, Sequence):
+            raise TypeError(f"Retry.delays is {self.delays!r}: give a list of seconds")
         fix("delays", tuple(duration(delay, f"Retry.delays[{i}]") for i, delay in enumerate(self.delays)))
         if self.max_attempts is None:
             fix("max_attempts", len(self.delays) + 1 if self.delays else 5)
@@ -343,9 +352,10 @@ class Retry:
             raise ValueError(f"Retry.jitter is {self.jitter!r}: it is 'equal', 'full' or 'none'")
         for name in ("retry_on", "give_up_on"):
             kinds = getattr(self, name)
-            kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-            if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
-                raise TypeError(f"Retry.{name} is {getattr(self, name)!r}: give exception types")
+            if isinstance(kinds, type) or not callable(kinds):
+                kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+                if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
+                    raise TypeError(f"Retry.{name} is {getattr(self, name)!r}: give exception types, or a function of the error")
             fix(name, kinds)
 
     def delay(self, failures: int, rng: random.Random | None = None) -> float:
@@ -354,17 +364,33 @@ class Retry:
             return cast(float, self.delays[min(failures, len(self.delays)) - 1])
         base, cap = cast(float, self.base), cast(float, self.cap)
         exponent: float = failures - 1
-        if self.factor > 1 and base > 0:  # clamped before the power, which overflows at attempt 1,024 for factor 2
-            reach = math.log(min(cap, 1e12) / base) / math.log(self.factor) if cap > 0 else 0.0
+        cap = min(cap, 1e12)
+        if base == 0 or cap == 0:
+            return 0.0
+        if self.factor > 1:  # clamped before the power, which overflows at attempt 1,024 for factor 2
+            reach = (math.log(cap) - math.log(base)) / math.log(self.factor)
             exponent = min(exponent, max(0, math.ceil(reach)))
-        longest: float = min(cap, base * self.factor**exponent)
+        try:
+            longest: float = min(cap, base * self.factor**exponent)
+        except OverflowError:  # a factor of astronomic size
+            longest = cap
         if self.jitter == "none":
             return longest
         return (rng or dice()).uniform(longest / (2 if self.jitter == "equal" else 10), longest)
 
     def gives_up_on(self, error: BaseException) -> bool:
         """Whether this error ends the job whatever attempts are left."""
-        return isinstance(error, self.give_up_on) or not isinstance(error, self.retry_on)
+        return self._matches(self.give_up_on, error, False) or not self._matches(self.retry_on, error, True)
+
+    @staticmethod
+    def _matches(kinds: Any, error: BaseException, fallback: bool) -> bool:
+        if isinstance(kinds, tuple):
+            return isinstance(error, kinds)
+        try:
+            return bool(kinds(error))
+        except Exception:
+            log.exception("a Retry's function %r failed on %s: the error is retried", kinds, type(error).__qualname__)
+            return fallback
 
 
 @functools.cache
@@ -580,15 +606,16 @@ class Room(NamedTuple):
         slots = self.named.get(queue, self.shared)
         return min(slots, self.threads) if in_thread else slots
 
-    def pick(self, ordered: Iterable[tuple[str, str, T]]) -> list[T]:
-        """From (queue, task, thing), best first, those that fit together into the room."""
-        slots, threads, picked = {**self.named, "": self.shared}, self.threads, []
-        for queue_name, task_name, thing in ordered:
+    def pick(self, ordered: Iterable[tuple[str, str, bool, T]]) -> list[T]:
+        """From (queue, task, fragile, thing), best first, those that fit together into the room."""
+        slots, threads, fragile_left, picked = {**self.named, "": self.shared}, self.threads, self.fragile, []
+        for queue_name, task_name, fragile, thing in ordered:
             pool = queue_name if queue_name in self.named else ""
             in_thread = self.tasks[task_name]
-            if slots[pool] > 0 and (threads > 0 or not in_thread):
+            if slots[pool] > 0 and (threads > 0 or not in_thread) and (fragile_left > 0 or not fragile):
                 slots[pool] -= 1
                 threads -= in_thread
+                fragile_left -= fragile
                 picked.append(thing)
         return picked
 
@@ -684,14 +711,11 @@ class SystemClock:
 
     async def wait(self, wake: asyncio.Event, seconds: float) -> None:
         if wake.is_set() or seconds <= 0:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # a loop that is never idle lets the others run all the same
             return
-        # The timer sets the event itself: no second task and no cancellation, which asyncio.wait_for would cost.
-        timer = asyncio.get_running_loop().call_later(min(seconds, 86400.0), wake.set)
-        try:
-            await wake.wait()
-        finally:
-            timer.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if seconds == math.inf else seconds):
+                await wake.wait()
 
 
 def later(moment: int, seconds: float) -> int:
@@ -1179,9 +1203,9 @@ class Store(Protocol):
         ...
 
 
-def claimable(row: JobRow, now: int) -> int:
+def claimable(run_at: int, lost: int, now: int) -> int:
     """The `ready` value of a row that becomes pending now and is not held behind another."""
-    return LATER if row.run_at > now else FRAGILE if row.lost else CLAIMABLE
+    return LATER if run_at > now else FRAGILE if lost else CLAIMABLE
 
 
 def resolve_key(
@@ -1201,10 +1225,7 @@ def key_conflict(row: JobRow) -> KeyConflict:
     return KeyConflict(f"task {row.task!r} already has a pending or running job with key {row.key!r}; nothing was stored")
 
 
-def merged_into(id: bytes) -> str:
-    return f"merged into {id_text(id)}, which has the same key"
-
-
+MERGED: Final = "merged into its successor with the same key"  # such a row is not kept: the successor is the job now
 # What `on_conflict="replace"` takes over from the newcomer, and what `requeue` resets.
 REPLACED: Final = ("queue", "priority", "run_at", "payload", "payload_version", "options", "headers", "expires", "lane")
 FRESH: Final[Mapping[str, Any]] = {
@@ -1240,6 +1261,7 @@ class MemoryStore:
         self._finished: deque[JobRow] = deque()
         self._keys: dict[tuple[str, str, State], JobRow] = {}
         self._fired: dict[str, int] = {}
+        self._occurrences: dict[str, JobRow] = {}
         self._seq = itertools.count(1)
         self.pending = 0
 
@@ -1247,9 +1269,12 @@ class MemoryStore:
         """Nothing to open."""
 
     async def insert(self, rows: Sequence[JobRow], now: int) -> Sequence[Inserted]:
+        seen = set()
         for row in rows:
-            if row.key is not None and row.on_conflict == "raise" and any(self._same_key(row)):
-                raise key_conflict(row)
+            if row.key is not None:
+                if row.on_conflict == "raise" and (any(self._same_key(row)) or (row.task, row.key) in seen):
+                    raise key_conflict(row)
+                seen.add((row.task, row.key))
         return [self._insert_one(row, now) for row in rows]
 
     def _insert_one(self, row: JobRow, now: int) -> Inserted:
@@ -1257,6 +1282,10 @@ class MemoryStore:
             if self._fired.get(row.schedule, -1) >= row.fire_time:
                 return Inserted(row, "lost")
             self._fired[row.schedule] = row.fire_time
+            last = self._occurrences.get(row.schedule)
+            if last is not None and last.finished is None:
+                return Inserted(row, "overlap")
+            self._occurrences[row.schedule] = row
         held = False
         if row.key is not None:
             pending, running = self._same_key(row)
@@ -1268,8 +1297,6 @@ class MemoryStore:
                 if pending.ready != HELD:
                     self._enlist(pending, now)
                 return Inserted(pending, "replaced")
-            if action == "conflict":
-                raise key_conflict(row)
             existing = pending if action == "pending" else running if action == "running" else None
             if existing is not None:
                 return Inserted(existing, "existing")
@@ -1295,7 +1322,7 @@ class MemoryStore:
             self._enlist(row, now)
 
     def _enlist(self, row: JobRow, now: int) -> None:
-        row.ready = claimable(row, now)
+        row.ready = claimable(row.run_at, row.lost, now)
         row.ticket += 1
         if row.ready == LATER:
             heap, priority = self._later, 0
@@ -1326,7 +1353,7 @@ class MemoryStore:
             if not self._stale(entry):
                 self._enlist(entry[4], now)
         found = self._candidates(room)
-        taken = room.pick((entry[4].queue, entry[4].task, entry[4]) for entry in found)
+        taken = room.pick((entry[4].queue, entry[4].task, entry[4].ready == FRAGILE, entry[4]) for entry in found)
         if len(taken) < len(found):
             chosen = {row.seq for row in taken}
             for entry in found:
@@ -1384,13 +1411,13 @@ class MemoryStore:
             if successor is not None:
                 if row.state is State.PENDING:
                     successor.run_at = min(successor.run_at, row.run_at)
-                    row.state, row.finished, row.reason = State.CANCELLED, now, merged_into(successor.id)
+                    row.state, row.finished, row.reason = State.CANCELLED, now, MERGED
                 if successor.ready == HELD:
                     self._enlist(successor, now)
             if row.state is State.PENDING:
                 self._become_pending(row, now)
             else:
-                self._finish(row, change.keep or change.state is State.PENDING)
+                self._finish(row, change.keep and row.state is change.state)
             changed[row.seq] = row.state
         return changed
 
@@ -1417,9 +1444,11 @@ class MemoryStore:
 
     async def requeue(self, ids: Sequence[bytes], now: int) -> Sequence[bytes]:
         again = [row for row in await self.get(ids) if row.state in (State.DEAD, State.CANCELLED)]
+        keys = Counter((row.task, row.key) for row in again if row.key is not None)
         for row in again:
-            if row.key is not None and self._same_key(row)[0] is not None:
+            if row.key is not None and (self._same_key(row)[0] is not None or keys[row.task, row.key] > 1):
                 raise key_conflict(row)
+        for row in again:
             self._finished.remove(row)
             for name, value in FRESH.items():
                 setattr(row, name, value)
@@ -1524,11 +1553,11 @@ WITH RECURSIVE head(seq, queue, task, lane) AS (
         ORDER BY n.queue, n.task, n.lane LIMIT 1)
 ) SELECT queue, task, lane FROM head"""
 LANE_HEADS: Final = (
-    "SELECT priority, run_at, seq, queue, task FROM tinyq_jobs "
+    "SELECT priority, run_at, seq, queue, task, 0 FROM tinyq_jobs "
     "WHERE ready = 1 AND namespace = ? AND queue = ? AND task = ? AND lane = ? ORDER BY priority DESC, run_at, seq LIMIT ?"
 )
 FRAGILE_HEADS: Final = (
-    "SELECT priority, run_at, seq, queue, task FROM tinyq_jobs WHERE ready = 3 AND namespace = ? "
+    "SELECT priority, run_at, seq, queue, task, 1 FROM tinyq_jobs WHERE ready = 3 AND namespace = ? "
     "ORDER BY priority DESC, run_at, seq"
 )
 COME_DUE: Final = (
@@ -1589,12 +1618,16 @@ def as_values(row: JobRow) -> dict[str, Any]:
 def insert_rows(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow], now: int) -> list[Inserted]:
     for row in rows:
         row.namespace = namespace
-        row.ready = claimable(row, now)
-    plain = [row for row in rows if row.key is None and row.schedule is None]
-    db.executemany(INSERT, map(as_values, plain))
-    return [
-        Inserted(row, "created") if row.key is None and row.schedule is None else insert_special(db, row, now) for row in rows
-    ]
+        row.ready = claimable(row.run_at, row.lost, now)
+    inserted: list[Inserted] = []
+    for plain, some in itertools.groupby(rows, lambda row: row.key is None and row.schedule is None):
+        if plain:
+            batch = list(some)
+            db.executemany(INSERT, map(as_values, batch))
+            inserted += [Inserted(row, "created") for row in batch]
+        else:
+            inserted += [insert_special(db, row, now) for row in some]
+    return inserted
 
 
 def insert_special(db: sqlite3.Connection, row: JobRow, now: int) -> Inserted:
@@ -1610,7 +1643,7 @@ def insert_special(db: sqlite3.Connection, row: JobRow, now: int) -> Inserted:
         if action == "conflict":
             raise key_conflict(row)
         if action == "replace" and pending is not None:
-            ready = HELD if running else row.ready
+            ready = HELD if running else claimable(row.run_at, pending.lost, now)
             db.execute(REPLACE, {name: getattr(row, name) for name in REPLACED} | {"ready": ready, "seq": pending.seq})
             return Inserted(same_key(db, row, State.PENDING) or row, "replaced")
         existing = pending if action == "pending" else running if action == "running" else None
@@ -1628,7 +1661,7 @@ def same_key(db: sqlite3.Connection, row: JobRow, state: State) -> JobRow | None
 
 def candidates(db: sqlite3.Connection, namespace: str, room: Room) -> list[int]:
     """The seqs a claim would take: the heads of every lane that has room, merged by priority, time and sequence."""
-    heads: list[tuple[int, int, int, str, str]] = []
+    heads: list[tuple[int, int, int, str, str, bool]] = []
     for queue_name, task_name, lane in db.execute(LANES, (namespace,)).fetchall():
         if (most := room.free(queue_name, task_name)) > 0:
             heads += db.execute(LANE_HEADS, (namespace, queue_name, task_name, lane, most))
@@ -1636,7 +1669,7 @@ def candidates(db: sqlite3.Connection, namespace: str, room: Room) -> list[int]:
         fragile = (head for head in db.execute(FRAGILE_HEADS, (namespace,)) if room.free(head[3], head[4]) > 0)
         heads += itertools.islice(fragile, room.fragile)
     heads.sort(key=lambda head: (-head[0], head[1], head[2]))
-    return room.pick((queue_name, task_name, seq) for _, _, seq, queue_name, task_name in heads)
+    return room.pick((queue_name, task_name, fragile, seq) for _, _, seq, queue_name, task_name, fragile in heads)
 
 
 def look_for_due(db: sqlite3.Connection, namespace: str, room: Room, now: int) -> Claimed | None:
@@ -1680,7 +1713,7 @@ def settle_rows(
 
 
 def write_settlement(db: sqlite3.Connection, change: Settlement, now: int) -> None:
-    ready = None if change.state is not State.PENDING else LATER if change.run_at > now else FRAGILE if change.lost else CLAIMABLE
+    ready = claimable(change.run_at, change.lost, now) if change.state is State.PENDING else None
     values = (
         change.state, ready, change.run_at, change.attempts, change.snoozes, change.interruptions, change.lost, change.parked,
         change.reason, change.error, change.traceback, change.result, change.keep_until,
@@ -1691,14 +1724,12 @@ def write_settlement(db: sqlite3.Connection, change: Settlement, now: int) -> No
 
 def settle_keyed(db: sqlite3.Connection, namespace: str, change: Settlement, task_name: str, key: str, now: int) -> State:
     """A job with a key ends or waits: the successor behind it is let go, or takes it over if both would be pending."""
-    select = (
-        "SELECT seq, id FROM tinyq_jobs WHERE namespace = ? AND task = ? AND key = ? AND state = 'pending' AND finished IS NULL"
-    )
+    select = "SELECT seq FROM tinyq_jobs WHERE namespace = ? AND task = ? AND key = ? AND state = 'pending' AND finished IS NULL"
     successor = db.execute(select, (namespace, task_name, key)).fetchone()
     run_at = FOREVER
     if successor and change.state is State.PENDING:
         run_at = change.run_at
-        change = change._replace(state=State.CANCELLED, reason=merged_into(successor[1]), keep=True)
+        change = change._replace(state=State.CANCELLED, keep=False)
     if change.keep:
         write_settlement(db, change, now)
     else:
@@ -1989,12 +2020,13 @@ class SQLiteStore:
         return await self._write(lambda db: prune_rows(db, now, limit))
 
     async def close(self) -> None:
+        connections = (self._reader, self._writer)
+        self._reader = self._writer = None  # nothing new is accepted
         if self._flushing is not None:
             await asyncio.wait({self._flushing})
-        for connection in (self._reader, self._writer):
+        for connection in connections:
             if connection is not None:
                 await connection.close()
-        self._reader = self._writer = None
 
     def abandon(self) -> None:
         """Let the threads end although the loop is going down without `close`; they would keep the interpreter from exiting."""
@@ -2152,6 +2184,7 @@ class CurrentJob:
 
 
 _current: contextvars.ContextVar[Running] = contextvars.ContextVar("tinyq_current_job")
+_tracked: contextvars.ContextVar[bool] = contextvars.ContextVar("tinyq_tracked", default=False)  # in a job or a spawned task
 
 
 def current_job() -> CurrentJob:
@@ -2216,7 +2249,7 @@ class Threads:
             await asyncio.sleep(0.001)
 
 
-async def call_in_thread(job: Running, threads: Threads, call: Callable[[], Any]) -> Any:
+async def call_in_thread(job: Running, threads: Threads, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """Waits for the thread's real end whatever happens: until then the job keeps its slot and its lease, and is not retried."""
     future = threads.submit(functools.partial(contextvars.copy_context().run, call))
     while not future.done():
@@ -2227,10 +2260,7 @@ async def call_in_thread(job: Running, threads: Threads, call: Callable[[], Any]
                 raise
             job.note = f"{STOP_REASONS[job.why]}; thread still running"
             log.warning("%s: %s; it keeps its slot until the function returns", label(job.row), job.note)
-    value, error = future.result()
-    if error is not None:
-        raise error
-    return await value if inspect.isawaitable(value) else value
+    return future.result()
 
 
 STOP_REASONS: Final[Mapping[Why, str]] = {
@@ -2283,28 +2313,38 @@ async def call_handler(job: Running, threads: Threads, now: int) -> Outcome:
         return call
     args, kwargs = call
     _current.set(job)
+    _tracked.set(True)
     job.in_handler = True
     try:
         if job.why is not None:  # told to stop between the claim and this line
             raise asyncio.CancelledError
+        error: BaseException | None = None
         if job.handler.is_async:
             value = await job.handler.fn(*args, **kwargs)
         else:
-            value = await call_in_thread(job, threads, functools.partial(job.handler.fn, *args, **kwargs))
-        outcome = Outcome("done", value)
-    except Snooze as signal_:
-        outcome = Outcome("snooze", delay=signal_.seconds)
-    except RetryAfter as signal_:
-        outcome = Outcome("failed", error=signal_, delay=signal_.seconds)
-    except Cancel as signal_:
-        outcome = Outcome("cancelled", reason=str(signal_))
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            value, error = await call_in_thread(job, threads, functools.partial(job.handler.fn, *args, **kwargs))
+            if inspect.isawaitable(value):
+                value = await value
+        outcome = Outcome("done", value) if error is None else outcome_of(error)
+    except BaseException as raised:
+        if isinstance(raised, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             raise  # nothing else catches a Ctrl-C in this process, so this may be one
-        outcome = Outcome("failed", error=error)
+        outcome = outcome_of(raised)
     finally:
         job.in_handler = False
     return after_stop(job, outcome)
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """What a handler says by raising."""
+    match error:
+        case Snooze():
+            return Outcome("snooze", delay=error.seconds)
+        case RetryAfter():
+            return Outcome("failed", error=error, delay=error.seconds)
+        case Cancel():
+            return Outcome("cancelled", reason=str(error))
+    return Outcome("failed", error=error)
 
 
 def after_stop(job: Running, outcome: Outcome) -> Outcome:
@@ -2641,6 +2681,8 @@ class Crew:
                 log.warning("%s: %s; its outcome is not written", label(job.row), outcome.reason)
             else:
                 await self._settle(job, outcome)
+        except Exception:
+            log.exception("%s: a defect in tinyq; the job runs again when its lease ends", label(job.row))
         finally:
             del self.running[job.row.id]
             if not self.running:
@@ -2674,8 +2716,9 @@ class Crew:
         report(row, outcome, change)
         if job.tier.durable:
             apply(row, change, self._clock.time())
-            row.state = states[row.seq]
             row.call = None
+            if states[row.seq] is not change.state:
+                row.state, row.reason = states[row.seq], MERGED
         row.exception = outcome.error
         if outcome.kind == "done":
             row.value = outcome.value
@@ -2722,12 +2765,17 @@ class Crew:
             self._watch.cancel()
             self._watch = None
 
+    async def retention(self, tier: Tier, now: int) -> float:
+        """Drop what was kept long enough."""
+        await tier.store.prune(now)
+        return 60.0
+
     async def leases(self, tier: Tier, now: int) -> float:
-        """Renew what runs here, reclaim what ran where nobody renews any more, drop what was kept long enough."""
+        """Renew what runs here, reclaim what ran where nobody renews any more."""
         await self._renew(tier, now)
         if not self.closing.is_set():
             await self._reclaim(tier, now)
-            await tier.store.prune(now)
+            await self.retention(tier, now)
         return self._lease / 4
 
     async def _renew(self, tier: Tier, now: int) -> None:
@@ -2794,7 +2842,6 @@ class Schedule:
     per_process: bool
     next: int = 0
     last: int | None = None
-    row: JobRow | None = None  # its last run here
     fired: int = 0
     skipped: int = 0
     missed: int = 0
@@ -2843,31 +2890,24 @@ class Scheduler:
         return min(LONGEST_SLEEP, (self._heap[0][0] - now) / 1e6)
 
     async def _fire(self, due: Sequence[tuple[Schedule, int, int]], now: int) -> None:
-        free = [entry for entry in due if entry[0].row is None or entry[0].row.state not in (State.PENDING, State.RUNNING)]
-        if self._tier.durable:
-            free = list(due)  # the store knows of runs in other processes, too, and records the fire time in any case
-        rows = [self._make_row(schedule, fire_time, now) for schedule, fire_time, _ in free]
+        rows = [self._make_row(schedule, fire_time, now) for schedule, fire_time, _ in due]
         inserted = await self._tier.store.insert(rows, now) if rows else ()
-        fired = {id(entry[0]): answer for entry, answer in zip(free, inserted, strict=True)}
-        for schedule, fire_time, missed in due:
-            answer = fired.get(id(schedule))
-            verdict = answer.verdict if answer else "overlap"
+        for (schedule, fire_time, missed), answer in zip(due, inserted, strict=True):
             schedule.next = fire_time + schedule.period
             if schedule.last is not None and missed:
                 schedule.missed += missed
                 log.warning(
                     "schedule %s missed %d fire times: it was %.1f s late", schedule.handler.name, missed, (now - fire_time) / 1e6
                 )
-            if verdict == "lost":
+            if answer.verdict == "lost":
                 log.debug("schedule %s: another process has fired %s", schedule.handler.name, as_datetime(fire_time))
                 continue
             schedule.last = fire_time
-            if verdict == "overlap":
+            if answer.verdict == "overlap":
                 schedule.skipped += 1
                 log.info("schedule %s skips %s: its last run is not over", schedule.handler.name, as_datetime(fire_time))
-            elif answer is not None:
+            else:
                 schedule.fired += 1
-                schedule.row = answer.row
         if rows:
             self._tier.wake.set()
 
@@ -2939,8 +2979,8 @@ class Engine:
         self.schedulers[tier.durable] = Scheduler(tier, self._occurrence)
         self._begin(f"{name} schedules", self.schedulers[tier.durable].step, self.schedulers[tier.durable].wake)
         self._begin(f"{name} claims", functools.partial(self._claim, tier), tier.wake)
-        if tier.durable:
-            self._begin("leases", functools.partial(self.crew.leases, tier), asyncio.Event())
+        upkeep = self.crew.leases if tier.durable else self.crew.retention
+        self._begin(f"{name} upkeep", functools.partial(upkeep, tier), asyncio.Event())
 
     def _begin(self, name: str, step: Step, wake: asyncio.Event) -> None:
         def over() -> bool:
@@ -3085,7 +3125,7 @@ class Engine:
             raise NotStarted(
                 "this TinyQ was started in another event loop: start one in each loop, or hand the work over to that loop"
             )
-        if self.phase != "running" and not (self.phase == "stopping" and _current.get(None) is not None):
+        if self.phase != "running" and not (self.phase == "stopping" and _tracked.get()):
             raise ShuttingDown(f"tinyq is {self.phase}: nothing was stored; enqueue before the lifespan ends")
 
     def spawn(self, coro: Coroutine[Any, Any, T], name: str | None, context: contextvars.Context | None) -> asyncio.Task[T]:
@@ -3267,20 +3307,19 @@ class Engine:
         """The one way down. A second call joins the first and can only shorten its grace."""
         self._grace_ends = min(self._grace_ends, self.clock.monotonic() + grace)
         self.crew.idle.set()
-        if self._stopping is None:
-            self.phase = "stopping"
-            self.quiesce()
-            self._stopping = self.loop.create_task(self._shut_down(grace), name="tinyq stop", context=contextvars.Context())
+        if self._stopping is not None:
+            await asyncio.shield(self._stopping)
+            return
+        self.phase = "stopping"
+        self.quiesce()
+        self._stopping = self.loop.create_task(self._shut_down(grace), name="tinyq stop", context=contextvars.Context())
         with on_signals(self._hurry, chain=True):
-            while not self._stopping.done():
-                try:
-                    await asyncio.shield(self._stopping)
-                except asyncio.CancelledError:
-                    if self._stopping.done():
-                        raise
-                    self._hurry()
-                    await asyncio.wait({self._stopping})
-                    raise
+            try:
+                await asyncio.shield(self._stopping)
+            except asyncio.CancelledError:
+                self._hurry()
+                await asyncio.wait({self._stopping})
+                raise
 
     def _hurry(self) -> None:
         if self._grace_ends > 0:
@@ -3383,6 +3422,7 @@ class Engine:
 
 async def contained(coro: Coroutine[Any, Any, T]) -> T:
     """A spawned coroutine that cannot take the event loop down by SystemExit or KeyboardInterrupt."""
+    _tracked.set(True)
     try:
         return await coro
     except (SystemExit, KeyboardInterrupt) as error:
@@ -3509,7 +3549,7 @@ class Task(Generic[P, C_co, R_co]):
     """A registered function. P: its arguments; C: what a direct call returns (a coroutine for async def); R: its result."""
 
     def __init__(self, q: TinyQ, handler: Handler) -> None:
-        functools.update_wrapper(self, handler.fn)
+        functools.update_wrapper(self, handler.fn, updated=())
         self._q = q
         self._handler = handler
 
@@ -3668,27 +3708,41 @@ class TinyQ:
             raise ValueError(f"every is {seconds!r}: the shortest period is 0.001 s")
         choice(overlap, "overlap", "skip")
         start = round(duration(offset, "offset") * 1e6) % period
-        checked = {"retry": ONE_START} | check_options(options, "every()")
+        checked = check_options(options, "every()")
         for option in ("durable", "key", "run_at"):
             if option in checked:
                 raise TypeError(f"every(): {option!r} is decided by the schedule itself; see per_process")
+        flag(immediate, "immediate")
+        flag(per_process, "per_process")
 
         def register(function: Callable[..., Any]) -> Task[..., Any, Any]:
-            bare = make_handler(function)
-            if bare.signature is not None and bare.fewest > 0:
-                raise TypeError(
-                    f"every({seconds!r}): {bare.name!r} needs arguments, and a schedule has none to give: use functools.partial"
-                )
-            task = self._register(function, name, False, promote, checked)
-            schedule = Schedule(task._handler, period, start, flag(immediate, "immediate"), flag(per_process, "per_process"))
+            task = self._scheduled_task(function, name, promote, checked)
             if not self._schedules and self._engine is None:
                 atexit.register(warn_if_never_started, weakref.ref(self))
+            schedule = Schedule(task._handler, period, start, immediate, per_process)
             self._schedules.append(schedule)
             if self._engine is not None:
                 self._engine.add_schedule(schedule)
             return task
 
         return cast(Decorator, register)
+
+    def _scheduled_task(
+        self, fn: Any, name: str | None, promote: Promote | None, options: Mapping[str, Any]
+    ) -> Task[..., Any, Any]:
+        """The function as a task of its own, with a single start by default; a Task as it is, with its own options."""
+        bare = fn._handler if isinstance(fn, Task) else make_handler(fn)
+        if bare.signature is not None and bare.fewest > 0:
+            raise TypeError(f"every(): {bare.name!r} needs arguments, and a schedule has none to give: use functools.partial")
+        if not isinstance(fn, Task):
+            return self._register(fn, name, False, promote, {"retry": ONE_START, **options})
+        if fn._q is not self or name is not None or promote is not None or options:
+            raise TypeError(
+                f"every(): {fn!r} is a task already: set its name and options there, and use the TinyQ that it belongs to"
+            )
+        if any(schedule.handler is fn._handler for schedule in self._schedules):
+            raise DuplicateTask(f"{fn!r} has a schedule already: use functools.partial and another name for a second")
+        return fn
 
     # enqueue
 

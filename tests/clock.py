@@ -27,12 +27,17 @@ class FakeClock:
         if wake.is_set() or seconds <= 0:
             await asyncio.sleep(0)
             return
-        sleeper = (self._steady + seconds, wake)
+        over = asyncio.Event()
+        sleeper = (self._steady + seconds, over)
         self._sleepers.append(sleeper)
+        ends = [asyncio.ensure_future(event.wait()) for event in (wake, over)]
         try:
-            await wake.wait()
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._sleepers.remove(sleeper)
+            for end in ends:
+                end.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
 
     async def advance(self, seconds: float) -> None:
         """Move time, stopping at every moment somebody sleeps until, and let the loop turn at each."""

@@ -1,0 +1,986 @@
+"""What is true of the SQLite store alone: its file, its locks and the owner of all writes."""
+
+import asyncio
+import os
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing, contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import aiosqlite
+import pytest
+
+import tinyq
+from tinyq import JobRow, KeyConflict, Room, Settlement, SQLiteStore, State, StoreBusy, StoreError, TinyQ, new_id
+
+HERE = Path(__file__).parent
+SECOND = 1_000_000
+NOW = 1_767_268_800 * SECOND  # noon of the first day of 2026
+LEASE = NOW + 30 * SECOND
+ROOM = Room(10, {}, 10, 1, {"send": False})
+WRITES = ("INSERT", "UPDATE", "DELETE", "REPLACE", "CREATE", "DROP", "ALTER")
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Spy:
+    """Sees every statement of every connection that a store opens, in the thread that is about to run it."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Any, bool]] = []  # statement, parameters, whether inside a transaction
+        self.threads: set[int] = set()
+        self.before: Callable[[sqlite3.Connection, str], object] = lambda db, sql: None
+
+    def note(self, db: sqlite3.Connection, sql: str = "", parameters: Any = ()) -> None:
+        self.threads.add(threading.get_ident())
+        if sql:
+            self.seen.append((sql, parameters, db.in_transaction))
+            self.before(db, sql)
+
+    def count(self, start: str) -> int:
+        return sum(sql.startswith(start) for sql, _, _ in self.seen)
+
+    def hold(self, start: str) -> tuple[threading.Event, threading.Event]:
+        """Stop once before a statement that begins like this: (it is there, it may go on)."""
+        reached, go_on = threading.Event(), threading.Event()
+
+        def before(db: sqlite3.Connection, sql: str) -> None:
+            if sql.startswith(start) and not reached.is_set():
+                reached.set()
+                assert go_on.wait(20)
+
+        self.before = before
+        return reached, go_on
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    watching = Spy()
+    base: Any = tinyq.connection_class()
+
+    class Watched(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            watching.note(self)
+            super().__init__(*args, **kwargs)
+
+        def execute(self, sql: str, parameters: Any = (), /) -> Any:
+            watching.note(self, sql, parameters)
+            return super().execute(sql, parameters)
+
+        def executemany(self, sql: str, parameters: Any, /) -> Any:
+            parameters = list(parameters)
+            if parameters:
+                watching.note(self, sql, parameters[0])
+            return super().executemany(sql, parameters)
+
+        def close(self) -> None:
+            watching.note(self)
+            super().close()
+
+    monkeypatch.setattr(tinyq, "connection_class", lambda: Watched)
+    return watching
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "jobs.db")
+
+
+@pytest.fixture
+async def store(path: str) -> AsyncIterator[SQLiteStore]:
+    made = SQLiteStore(path)
+    await made.open()
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def watched(spy: Spy, store: SQLiteStore) -> SQLiteStore:
+    """A store whose statements the spy sees, from after it was opened."""
+    spy.seen.clear()
+    return store
+
+
+@pytest.fixture
+def other(path: str) -> Iterator[sqlite3.Connection]:
+    """Somebody else's connection to the same file, which does not wait for locks."""
+    with closing(sqlite3.connect(path, timeout=0, isolation_level=None)) as connection:
+        yield connection
+
+
+def job(task: str = "send", **fields: Any) -> JobRow:
+    row = JobRow(new_id(NOW), task, "default", 0, NOW, NOW, payload="[[],{}]", durable=True)
+    for name, value in fields.items():
+        setattr(row, name, value)
+    return row
+
+
+def outcome(row: JobRow, state: State = State.DONE, **changes: Any) -> Settlement:
+    fields: dict[str, Any] = {name: getattr(row, name, None) for name in Settlement.__annotations__}
+    return Settlement(**(fields | {"state": state, "keep": False} | changes))
+
+
+async def claim(store: SQLiteStore, now: int = NOW) -> list[JobRow]:
+    return list((await store.claim(ROOM, "w1", now + 30 * SECOND, now)).rows)
+
+
+async def is_set(event: threading.Event) -> None:
+    assert await asyncio.to_thread(event.wait, 20)
+
+
+async def free_to_write(other: sqlite3.Connection) -> None:
+    """Return as soon as another connection gets the write lock, which it never does while somebody's transaction is open."""
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                other.execute("BEGIN IMMEDIATE")
+                break
+            except sqlite3.OperationalError:
+                await asyncio.sleep(0.001)
+    other.execute("ROLLBACK")
+
+
+@contextmanager
+def locked(other: sqlite3.Connection) -> Iterator[None]:
+    other.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    finally:
+        other.execute("ROLLBACK")
+
+
+# the schema
+
+
+async def test_every_table_is_strict_and_bears_the_prefix(store: SQLiteStore, other: sqlite3.Connection) -> None:
+    tables = [row for row in other.execute("PRAGMA table_list") if row[2] == "table" and not row[1].startswith("sqlite_")]
+    assert len(tables) >= 3
+    for _, name, _, _, _, strict in tables:
+        assert name.startswith("tinyq_")
+        assert strict == 1, name
+
+
+MOMENTS = ("run_at", "created", "expires", "fire_time", "parked", "lease", "started", "finished", "cancel_at", "keep_until")
+
+
+@pytest.mark.parametrize("column", MOMENTS)
+@pytest.mark.parametrize("value", ["2026-03-29T01:00:00+00:00", 1774746000.5, b"\x01"])
+async def test_a_moment_that_is_not_an_integer_cannot_be_written(
+    store: SQLiteStore, other: sqlite3.Connection, column: str, value: object
+) -> None:
+    await store.insert([job()], NOW)
+    with pytest.raises(sqlite3.IntegrityError, match=column):
+        other.execute(f"UPDATE tinyq_jobs SET {column} = ?", (value,))
+
+
+async def test_every_moment_of_a_life_is_stored_as_an_integer(store: SQLiteStore, other: sqlite3.Connection) -> None:
+    await store.insert([job(expires=LEASE), job(schedule="tick", fire_time=NOW), job(run_at=NOW + 1), job()], NOW)
+    rows = await claim(store)
+    await store.cancel([rows[0].id], "why", LEASE, NOW)
+    changes = [outcome(rows[1], State.DEAD, keep=True, keep_until=LEASE), outcome(rows[2], State.PENDING, parked=NOW)]
+    await store.settle(changes, NOW)
+    for column in MOMENTS:
+        kinds = {kind for (kind,) in other.execute(f"SELECT DISTINCT typeof({column}) FROM tinyq_jobs")}
+        assert kinds - {"null"} == {"integer"}, column
+    assert other.execute("SELECT typeof(last_fire) FROM tinyq_schedules").fetchall() == [("integer",)]
+
+
+async def test_moments_sort_by_time_whatever_their_zone(store: SQLiteStore) -> None:
+    texts = ["2026-03-29T01:00:00+00:00", "2026-03-29T02:30:00+02:00", "2026-03-28T20:00:00-05:30", "2026-03-29T03:15:00+02:00"]
+    moments = [tinyq.as_moment(datetime.fromisoformat(text), "run_at") for text in texts]
+    await store.insert([job(run_at=moment) for moment in moments], NOW)
+    assert [moments.index(row.run_at) for row in await claim(store, max(moments))] == [1, 0, 3, 2]
+
+
+async def test_an_id_is_sixteen_bytes_and_unique(store: SQLiteStore) -> None:
+    row = job()
+    await store.insert([row], NOW)
+    for wrong in (job(id=row.id), job(id=b"short")):
+        with pytest.raises(StoreError):
+            await store.insert([wrong], NOW)
+
+
+async def test_a_sequence_number_is_not_reused_by_another_process_either(path: str, other: sqlite3.Connection) -> None:
+    seqs = []
+    for _ in range(3):
+        store = SQLiteStore(path)
+        await store.open()
+        await store.insert([job()], NOW)
+        [row] = await claim(store)
+        await store.settle([outcome(row)], NOW)
+        seqs.append(row.seq)
+        await store.close()
+        assert other.execute("SELECT count(*) FROM tinyq_jobs").fetchone() == (0,)
+    assert seqs == sorted(set(seqs))
+
+
+@pytest.mark.parametrize("change", ["state = 'lost'", "ready = NULL", "state = 'done'", "id = x'00'"])
+async def test_a_row_that_makes_no_sense_cannot_be_written(store: SQLiteStore, other: sqlite3.Connection, change: str) -> None:
+    await store.insert([job()], NOW)
+    with pytest.raises(sqlite3.IntegrityError):
+        other.execute(f"UPDATE tinyq_jobs SET {change}")
+
+
+# opening
+
+
+async def test_the_file_is_in_wal_mode(store: SQLiteStore, other: sqlite3.Connection) -> None:
+    assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+async def test_a_file_that_stays_in_another_journal_mode_is_refused(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    base: Any = tinyq.connection_class()
+
+    class Stubborn(base):  # type: ignore[misc]
+        def execute(self, sql: str, parameters: Any = (), /) -> Any:
+            return super().execute("PRAGMA journal_mode" if "journal_mode" in sql else sql, parameters)
+
+    monkeypatch.setattr(tinyq, "connection_class", lambda: Stubborn)
+    with pytest.raises(StoreError, match="WAL"):
+        await SQLiteStore(path).open()
+
+
+@pytest.mark.parametrize(("option", "level"), [("full", 2), ("normal", 1)])
+async def test_writes_are_as_synchronous_as_asked_for(path: str, spy: Spy, option: str, level: int) -> None:
+    levels = set()
+
+    def look(db: sqlite3.Connection, sql: str) -> None:
+        if sql.startswith("COMMIT"):
+            levels.add(sqlite3.Connection.execute(db, "PRAGMA synchronous").fetchone()[0])
+
+    store = SQLiteStore(path, synchronous=option)
+    await store.open()
+    spy.before = look
+    await store.insert([job()], NOW)
+    await store.close()
+    assert levels == {level}
+
+
+async def test_no_connection_leaves_waiting_to_sqlite(path: str, spy: Spy) -> None:
+    waits = set()
+    spy.before = lambda db, sql: waits.add(sqlite3.Connection.execute(db, "PRAGMA busy_timeout").fetchone()[0])
+    store = SQLiteStore(path)
+    await store.open()
+    await store.insert([job()], NOW)
+    await store.list(State.PENDING)
+    await store.close()
+    assert waits == {0}
+
+
+async def test_opening_a_file_again_finds_its_jobs(path: str) -> None:
+    row = job()
+    for _ in range(3):
+        store = SQLiteStore(path)
+        await store.open()
+        if not await store.get([row.id]):
+            await store.insert([row], NOW)
+        await store.close()
+    await store.open()
+    assert [found.id for found in await store.list(State.PENDING)] == [row.id]
+    await store.close()
+
+
+async def test_the_tables_may_live_in_the_applications_own_file(path: str, other: sqlite3.Connection) -> None:
+    other.execute("CREATE TABLE orders (id INTEGER PRIMARY KEY, item TEXT)")
+    other.execute("INSERT INTO orders VALUES (7, 'teapot')")
+    other.execute("PRAGMA user_version = 41")
+    other.execute("PRAGMA application_id = 42")
+    store = SQLiteStore(path)
+    await store.open()
+    await store.insert([job()], NOW)
+    other.execute("INSERT INTO orders VALUES (8, 'cup')")
+    [row] = await claim(store)
+    await store.settle([outcome(row)], NOW)
+    await store.close()
+    assert other.execute("SELECT * FROM orders").fetchall() == [(7, "teapot"), (8, "cup")]
+    assert other.execute("PRAGMA user_version").fetchone() == (41,)
+    assert other.execute("PRAGMA application_id").fetchone() == (42,)
+    names = [name for (name,) in other.execute("SELECT name FROM sqlite_schema") if not name.startswith("sqlite_")]
+    assert [name for name in names if not name.startswith("tinyq_")] == ["orders"]
+
+
+async def test_namespaces_in_one_file_do_not_see_each_other(path: str) -> None:
+    stores = [SQLiteStore(path, namespace=name) for name in ("one", "two")]
+    for store in stores:
+        await store.open()
+    rows = [job(key="k"), job(key="k")]
+    for store, row in zip(stores, rows, strict=True):
+        assert [answer.verdict for answer in await store.insert([row, job(schedule="s", fire_time=NOW)], NOW)] == ["created"] * 2
+    for store, row in zip(stores, rows, strict=True):
+        assert await store.get([other.id for other in rows if other is not row]) == []
+        assert [count.count for count in await store.counts(NOW)] == [2]
+        assert await store.cancel([other.id for other in rows if other is not row], "why", None, NOW) == {}
+        assert {taken.namespace for taken in await claim(store)} == {store._namespace}
+        assert len(await store.list(State.RUNNING, lease_before=LEASE + 1)) == 2
+        await store.close()
+
+
+# opening what cannot be opened
+
+
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if "asyncio" not in thread.name}
+
+
+async def refuses(path: str, *words: str) -> None:
+    """Opening raises one sentence that holds the path and these words, and leaves no thread behind."""
+    before = threads()
+    store = SQLiteStore(path)
+    with pytest.raises(StoreError) as caught:
+        await store.open()
+    message = str(caught.value)
+    assert path in message
+    assert [word for word in words if word not in message] == []
+    assert "\n" not in message
+    assert threads() <= before
+    await store.close()
+
+
+async def test_a_newer_schema_is_refused(path: str) -> None:
+    store = SQLiteStore(path)
+    await store.open()
+    await store.insert([job()], NOW)
+    await store.close()
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE tinyq_meta SET value = 99 WHERE name = 'schema'")
+    await refuses(path, "99", "upgrade tinyq")
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT count(*) FROM tinyq_jobs").fetchone() == (1,)
+        assert db.execute("SELECT value FROM tinyq_meta").fetchone() == (99,)
+
+
+@pytest.mark.parametrize("content", [b"order,item\n", b"\x00" * 5_000, b"not a database " * 1_000])
+async def test_a_file_that_is_not_a_database_is_refused_and_left_as_it_is(path: str, content: bytes) -> None:
+    Path(path).write_bytes(content)
+    await refuses(path, "not an SQLite database")
+    assert Path(path).read_bytes() == content
+
+
+async def test_a_folder_is_refused(tmp_path: Path) -> None:
+    await refuses(str(tmp_path), "folder")
+
+
+async def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    await refuses(str(tmp_path / "missing" / "jobs.db"), "folder")
+    assert not (tmp_path / "missing").exists()
+
+
+@pytest.fixture
+def unprivileged() -> Iterator[Path]:
+    """A folder, and no right to write to it but by its mode, which root would not have to mind."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, me = Path(name), os.geteuid()
+        if me == 0:
+            os.chown(folder, 65534, -1)
+            os.seteuid(65534)
+        try:
+            yield folder
+        finally:
+            os.seteuid(me)
+            folder.chmod(0o700)
+
+
+async def test_a_folder_that_may_not_be_written_is_refused(unprivileged: Path) -> None:
+    unprivileged.chmod(0o500)
+    await refuses(str(unprivileged / "jobs.db"), "folder", "written")
+
+
+async def test_a_file_that_may_not_be_written_is_refused(unprivileged: Path) -> None:
+    path = unprivileged / "jobs.db"
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("CREATE TABLE orders (id INTEGER)")
+    path.chmod(0o400)
+    await refuses(str(path), "writable")
+
+
+async def test_a_database_of_tinyq_that_may_not_be_written_is_refused(unprivileged: Path) -> None:
+    path = unprivileged / "jobs.db"
+    store = SQLiteStore(str(path))
+    await store.open()
+    await store.close()
+    path.chmod(0o400)
+    await refuses(str(path), "writable")
+
+
+# two that open at once
+
+
+async def test_a_schema_that_appears_while_waiting_for_the_lock_is_not_made_again(path: str, spy: Spy) -> None:
+    rounds: list[str] = []
+
+    def overtake(db: sqlite3.Connection, sql: str) -> None:
+        if sql == "BEGIN IMMEDIATE" and not rounds:
+            rounds.append(sql)
+            with closing(sqlite3.connect(path, isolation_level=None)) as faster:
+                tinyq.prepare(faster, path, "full")
+
+    spy.before = overtake
+    store = SQLiteStore(path)
+    await store.open()
+    await store.insert([job()], NOW)
+    assert rounds == ["BEGIN IMMEDIATE"]
+    assert sum(count.count for count in await store.counts(NOW)) == 1
+    await store.close()
+
+
+def test_processes_may_open_a_new_file_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, str(HERE / "workers" / "opener.py")]
+    env = os.environ | {"PYTHONPATH": str(HERE.parent)}
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=env) for _ in range(2)
+    ]
+    try:
+        for i in range(40):
+            path = tmp_path / f"{i}.db"
+            for process in processes:
+                assert process.stdin is not None
+                process.stdin.write(f"{path}\n")
+            for process in processes:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "ok\n"
+            with closing(sqlite3.connect(path)) as db:
+                assert db.execute("SELECT count(*) FROM tinyq_jobs").fetchone() == (2,)
+                assert db.execute("SELECT name, value FROM tinyq_meta").fetchall() == [("schema", len(tinyq.MIGRATIONS))]
+    finally:
+        for process in processes:
+            process.communicate()
+
+
+async def test_opening_waits_while_somebody_else_writes(path: str, other: sqlite3.Connection) -> None:
+    store = SQLiteStore(path)
+    other.execute("CREATE TABLE orders (id INTEGER)")
+    with locked(other):
+        opening = asyncio.create_task(store.open())
+        await asyncio.sleep(0.05)
+        assert not opening.done()
+    async with asyncio.timeout(10):
+        await opening
+    await store.close()
+
+
+async def test_opening_gives_up_on_a_lock_that_stays(path: str, other: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tinyq, "PATIENCE", 0.1)
+    other.execute("CREATE TABLE orders (id INTEGER)")
+    before = threads()
+    with locked(other), pytest.raises(StoreBusy, match="locked"):
+        await SQLiteStore(path).open()
+    assert threads() <= before
+
+
+# the owner: units
+
+
+async def test_concurrent_writes_share_few_transactions(watched: SQLiteStore, spy: Spy) -> None:
+    rows = [job() for _ in range(300)]
+    await asyncio.gather(*(watched.insert([row], NOW) for row in rows))
+    assert len(await watched.get([row.id for row in rows])) == 300
+    assert 1 <= spy.count("BEGIN") <= 5
+    assert spy.count("COMMIT") == spy.count("BEGIN")
+
+
+async def test_writes_that_come_during_a_unit_go_into_the_next_one(watched: SQLiteStore, spy: Spy) -> None:
+    reached, go_on = spy.hold("COMMIT")
+    first = asyncio.create_task(watched.insert([job()], NOW))
+    await is_set(reached)
+    rest = [asyncio.create_task(watched.insert([job()], NOW)) for _ in range(100)]
+    go_on.set()
+    await asyncio.gather(first, *rest)
+    assert spy.count("BEGIN") == 2
+
+
+async def test_a_caller_is_answered_after_the_commit(watched: SQLiteStore, spy: Spy, other: sqlite3.Connection) -> None:
+    reached, go_on = spy.hold("COMMIT")
+    inserting = asyncio.create_task(watched.insert([job()], NOW))
+    await is_set(reached)
+    done, _ = await asyncio.wait({inserting}, timeout=0.05)
+    assert not done
+    assert other.execute("SELECT count(*) FROM tinyq_jobs").fetchone() == (0,)
+    go_on.set()
+    await inserting
+    assert other.execute("SELECT count(*) FROM tinyq_jobs").fetchone() == (1,)
+
+
+async def test_a_refused_operation_does_not_harm_the_others_of_its_unit(watched: SQLiteStore, spy: Spy) -> None:
+    taken = job(key="k")
+    await watched.insert([taken], NOW)
+    good = [job() for _ in range(10)]
+    conflict = [job(), job(key="k", on_conflict="raise"), job()]
+    broken = [job(), job(id=taken.id)]
+    answers = await asyncio.gather(
+        *(watched.insert([row], NOW) for row in good[:5]),
+        watched.insert(conflict, NOW),
+        watched.insert(broken, NOW),
+        *(watched.insert([row], NOW) for row in good[5:]),
+        return_exceptions=True,
+    )
+    assert [type(answer) for answer in answers if isinstance(answer, BaseException)] == [KeyConflict, StoreError]
+    stored = {row.id for row in await watched.list(State.PENDING)}
+    assert stored == {taken.id} | {row.id for row in good}
+
+
+async def test_a_unit_that_fails_in_the_middle_leaves_nothing(watched: SQLiteStore, spy: Spy, other: sqlite3.Connection) -> None:
+    def full(db: sqlite3.Connection, sql: str) -> None:
+        pages = sqlite3.Connection.execute(db, "PRAGMA page_count").fetchone()[0]
+        sqlite3.Connection.execute(db, f"PRAGMA max_page_count = {pages + 3}")
+
+    spy.before = full
+    rows = [job(), job(payload="x" * 1_000_000), job()]
+    with pytest.raises(StoreError, match="disk is full"):
+        await watched.insert(rows, NOW)
+    assert await watched.get([row.id for row in rows]) == []
+    await free_to_write(other)
+    small = job()
+    await watched.insert([small], NOW)
+    assert [row.id for row in await watched.list(State.PENDING)] == [small.id]
+
+
+async def all_verbs(store: SQLiteStore) -> None:
+    """Every verb in every way that has statements of its own."""
+    rows = [job(), job(key="a"), job(key="b"), job(key="c"), job(schedule="tick", fire_time=NOW), job(), job(run_at=NOW + SECOND)]
+    await store.insert(rows, NOW)
+    await store.insert([job(key="b", on_conflict="replace", priority=-1), job(schedule="tick", fire_time=NOW + 1)], NOW)
+    await store.insert([job(schedule="tick", fire_time=NOW)], NOW)
+    taken = await claim(store)
+    await store.insert([job(key=key, on_conflict="queue") for key in "abc"], NOW)
+    await store.extend([(row.seq, row.claim_no, None) for row in taken], LEASE)
+    keyed = {row.key: row for row in taken}
+    settlements = [
+        outcome(keyed["a"]),
+        outcome(keyed["b"], State.PENDING, keep=True, run_at=NOW),
+        outcome(taken[0], State.DEAD, keep=True, keep_until=LEASE),
+        outcome(taken[-1], State.PENDING, keep=True, lost=1) if taken[-1].key is None else outcome(taken[-2], keep=True),
+    ]
+    await store.settle(settlements, NOW)
+    await store.list(State.RUNNING, lease_before=LEASE + SECOND)
+    await store.reclaim([outcome(keyed["c"], State.PENDING, keep=True, lost=1)], LEASE + SECOND)
+    await store.cancel([row.id for row in rows], "why", LEASE, NOW)
+    await store.requeue([row.id for row in rows], NOW)
+    await claim(store, NOW + SECOND)
+    await store.get([row.id for row in rows])
+    await store.list(State.DEAD)
+    await store.counts(NOW)
+    await store.prune(LEASE + SECOND)
+
+
+async def test_whatever_may_write_begins_immediately(watched: SQLiteStore, spy: Spy) -> None:
+    await all_verbs(watched)
+    assert {sql for sql, _, _ in spy.seen if sql.startswith("BEGIN")} == {"BEGIN IMMEDIATE"}
+    writing = [(sql, inside) for sql, _, inside in spy.seen if sql.lstrip().startswith(WRITES)]
+    assert len(writing) > 10
+    assert [sql for sql, inside in writing if not inside] == []
+
+
+async def test_a_write_between_looking_and_claiming_is_no_error(watched: SQLiteStore, spy: Spy, other: sqlite3.Connection) -> None:
+    other.execute("CREATE TABLE orders (id INTEGER)")
+
+    def write(db: sqlite3.Connection, sql: str) -> None:
+        if sql == "BEGIN IMMEDIATE":
+            other_thread.execute("INSERT INTO orders VALUES (1)")
+
+    await watched.insert([job()], NOW)
+    path = watched.path
+    with closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as other_thread:
+        spy.before = write
+        assert len(await claim(watched)) == 1
+    assert other.execute("SELECT count(*) FROM orders").fetchone() == (1,)
+
+
+async def test_somebody_elses_open_reader_is_in_nobodys_way(store: SQLiteStore, other: sqlite3.Connection) -> None:
+    await store.insert([job()], NOW)
+    other.execute("BEGIN")
+    assert other.execute("SELECT count(*) FROM tinyq_jobs").fetchone() == (1,)
+    await store.insert([job()], NOW)
+    rows = await claim(store)
+    await store.settle([outcome(row) for row in rows], NOW)
+    assert other.execute("SELECT count(*) FROM tinyq_jobs").fetchone() == (1,)
+    with pytest.raises(sqlite3.OperationalError, match="locked"):  # which is why tinyq never begins like this
+        other.execute("DELETE FROM tinyq_jobs")
+    other.execute("ROLLBACK")
+    assert other.execute("SELECT count(*) FROM tinyq_jobs").fetchone() == (0,)
+
+
+async def test_no_call_to_sqlite_runs_on_the_event_loops_thread(path: str, spy: Spy) -> None:
+    store = SQLiteStore(path)
+    await store.open()
+    await all_verbs(store)
+    await store.close()
+    assert spy.threads
+    assert threading.get_ident() not in spy.threads
+
+
+# the owner: locks
+
+
+async def test_a_write_waits_for_the_lock(store: SQLiteStore, other: sqlite3.Connection) -> None:
+    row = job()
+    with locked(other):
+        inserting = asyncio.create_task(store.insert([row], NOW))
+        await asyncio.sleep(0.05)
+        assert not inserting.done()
+    async with asyncio.timeout(10):
+        await inserting
+    assert len(await store.get([row.id])) == 1
+
+
+async def test_a_write_that_waited_too_long_is_refused_and_never_stored(
+    path: str, other: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tinyq, "PATIENCE", 0.1)
+    store = SQLiteStore(path)
+    await store.open()
+    refused, stored = job(), job()
+    with locked(other), pytest.raises(StoreBusy, match="commit before you enqueue"):
+        await store.insert([refused], NOW)
+    await store.insert([stored], NOW)
+    assert [row.id for row in await store.list(State.PENDING)] == [stored.id]
+    await store.close()
+
+
+async def test_a_claim_gives_up_sooner_than_the_writes_beside_it(
+    store: SQLiteStore, other: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tinyq, "CLAIM_PATIENCE", 0.05)
+    await store.insert([job()], NOW)
+    row = job()
+    with locked(other):
+        inserting = asyncio.create_task(store.insert([row], NOW))
+        with pytest.raises(StoreBusy):
+            async with asyncio.timeout(8):
+                await claim(store)
+        assert not inserting.done()
+    await inserting
+    assert len(await claim(store)) == 2
+
+
+async def test_a_claim_of_nothing_needs_no_lock(store: SQLiteStore, other: sqlite3.Connection) -> None:
+    await store.insert([job(run_at=NOW + SECOND), job("stranger")], NOW)
+    with locked(other):
+        claimed = await store.claim(ROOM, "w1", LEASE, NOW)
+    assert (list(claimed.rows), claimed.next_at) == ([], NOW + SECOND)
+
+
+async def test_reading_needs_no_lock(store: SQLiteStore, other: sqlite3.Connection) -> None:
+    row = job()
+    await store.insert([row], NOW)
+    with locked(other):
+        assert len(await store.get([row.id])) == 1
+        assert len(await store.list(State.PENDING)) == 1
+        assert [count.count for count in await store.counts(NOW)] == [1]
+
+
+async def test_reading_goes_on_while_a_unit_is_written(watched: SQLiteStore, spy: Spy) -> None:
+    reached, go_on = spy.hold("COMMIT")
+    inserting = asyncio.create_task(watched.insert([job()], NOW))
+    await is_set(reached)
+    async with asyncio.timeout(10):
+        assert await watched.list(State.PENDING) == []
+    go_on.set()
+    await inserting
+    assert len(await watched.list(State.PENDING)) == 1
+
+
+# the owner: callers that are cancelled
+
+TICKS = 25
+
+
+async def cancelled_after(call: Any, ticks: int) -> bool:
+    """Cancel a call after so many turns of the loop; whether it had not ended by then."""
+    task = asyncio.ensure_future(call)
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task})
+    return task.cancelled()
+
+
+@pytest.mark.parametrize("release", ["before", "after"])
+async def test_a_cancelled_insert_is_wholly_there_or_wholly_absent(
+    store: SQLiteStore, other: sqlite3.Connection, release: str
+) -> None:
+    for ticks in range(TICKS):
+        rows = [job(), job(key=f"k{ticks}"), job(schedule=f"s{ticks}", fire_time=NOW), job()]
+        other.execute("BEGIN IMMEDIATE")
+        inserting = asyncio.ensure_future(store.insert(rows, NOW))
+        if release == "before":
+            await asyncio.sleep(0)
+            other.execute("ROLLBACK")
+        cancelled = await cancelled_after(inserting, ticks)
+        if release == "after":
+            assert cancelled
+            other.execute("ROLLBACK")
+        await free_to_write(other)
+        await store.insert([job()], NOW)  # what was under way has ended
+        await free_to_write(other)
+        assert len(await store.get([row.id for row in rows])) in ((0, 4) if cancelled else (4,))
+        recorded = other.execute("SELECT count(*) FROM tinyq_schedules WHERE name = ?", (f"s{ticks}",)).fetchone()[0]
+        assert recorded == (len(await store.get([rows[0].id])) == 1)
+
+
+async def test_a_cancelled_claim_has_taken_all_or_nothing(store: SQLiteStore, other: sqlite3.Connection) -> None:
+    for ticks in range(TICKS):
+        rows = [job(), job(), job()]
+        await store.insert(rows, NOW)
+        with locked(other):
+            assert await cancelled_after(store.claim(ROOM, "w1", LEASE, NOW), ticks)
+        await free_to_write(other)
+        await store.insert([job(run_at=LEASE)], NOW)
+        await free_to_write(other)
+        states = {(row.state, row.attempts, row.claim_no, row.lease) for row in await store.get([row.id for row in rows])}
+        assert states in ({(State.PENDING, 0, 0, None)}, {(State.RUNNING, 1, 1, LEASE)})
+        await claim(store)
+
+
+async def test_a_cancelled_outcome_is_written_or_not(store: SQLiteStore, other: sqlite3.Connection) -> None:
+    for ticks in range(TICKS):
+        await store.insert([job(), job(key="k"), job()], NOW)
+        rows = await claim(store)
+        with locked(other):
+            assert await cancelled_after(store.settle([outcome(row) for row in rows], NOW), ticks)
+        await free_to_write(other)
+        await store.insert([job(run_at=LEASE)], NOW)
+        await free_to_write(other)
+        left = await store.get([row.id for row in rows])
+        assert len(left) in (0, 3)
+        await store.settle([outcome(row) for row in left], NOW)
+
+
+@pytest.mark.parametrize("moment", ["BEGIN IMMEDIATE", "INSERT", "COMMIT"])
+async def test_a_unit_that_has_begun_is_committed_though_its_callers_are_gone(
+    watched: SQLiteStore, spy: Spy, other: sqlite3.Connection, moment: str
+) -> None:
+    reached, go_on = spy.hold(moment)
+    rows = [job(), job(key="k"), job()]
+    inserting = asyncio.create_task(watched.insert(rows, NOW))
+    await is_set(reached)
+    inserting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await inserting
+    go_on.set()
+    await free_to_write(other)
+    await watched.insert([job()], NOW)
+    assert len(await watched.get([row.id for row in rows])) == 3
+    await free_to_write(other)
+
+
+async def test_a_cancelled_caller_takes_nobody_along(watched: SQLiteStore, spy: Spy) -> None:
+    reached, go_on = spy.hold("COMMIT")
+    first = asyncio.create_task(watched.insert([job()], NOW))
+    await is_set(reached)
+    rows = [job() for _ in range(9)]
+    inserting = [asyncio.create_task(watched.insert([row], NOW)) for row in rows]
+    await asyncio.sleep(0)
+    for task in inserting[::3]:
+        task.cancel()
+    go_on.set()
+    await asyncio.wait({first, *inserting})
+    kept = [row.id for row, task in zip(rows, inserting, strict=True) if not task.cancelled()]
+    assert len(kept) == 6
+    assert [row.id for row in await watched.get([row.id for row in rows])] == kept
+
+
+async def test_an_enqueue_cancelled_at_any_turn_leaves_the_file_usable(path: str, other: sqlite3.Connection) -> None:
+    async with TinyQ(path, worker=False) as q:
+        ended = []
+        for ticks in range(TICKS):
+            with locked(other):
+                ended.append(not await cancelled_after(q.enqueue("send", ticks, durable=True), ticks))
+            await free_to_write(other)
+            async with asyncio.timeout(10):
+                await q.enqueue("marker", durable=True)
+        assert not any(ended)
+        insert = "import sqlite3, sys; db = sqlite3.connect(sys.argv[1], timeout=10); db.execute('CREATE TABLE mine (id)'); db.commit()"
+        writer = await asyncio.create_subprocess_exec(sys.executable, "-c", insert, path)
+        assert await writer.wait() == 0
+    stored = [payload for (payload,) in other.execute("SELECT payload FROM tinyq_jobs WHERE task = 'send'")]
+    assert len(stored) == len(set(stored))
+    assert other.execute("SELECT count(*) FROM tinyq_jobs WHERE task = 'marker'").fetchone() == (TICKS,)
+
+
+async def test_a_cancelled_read_leaves_no_transaction(store: SQLiteStore, other: sqlite3.Connection) -> None:
+    await store.insert([job() for _ in range(200)], NOW)
+    for ticks in range(TICKS):
+        await cancelled_after(store.list(State.PENDING, limit=200), ticks)
+    assert len(await store.list(State.PENDING, limit=200)) == 200
+    assert other.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0  # an open reader would keep it from that
+
+
+# the owner: the end
+
+
+async def test_close_finishes_what_was_accepted(path: str) -> None:
+    store = SQLiteStore(path)
+    await store.open()
+    rows = [job() for _ in range(50)]
+    inserting = [asyncio.create_task(store.insert([row], NOW)) for row in rows]
+    await asyncio.sleep(0)
+    await store.close()
+    await asyncio.gather(*inserting)
+    await store.open()
+    assert len(await store.get([row.id for row in rows])) == 50
+    await store.close()
+
+
+async def test_close_ends_the_threads_and_lets_go_of_the_file(path: str) -> None:
+    before = threads()
+    store = SQLiteStore(path)
+    await store.open()
+    await store.insert([job()], NOW)
+    await store.list(State.PENDING)
+    assert threads() > before
+    await store.close()
+    async with asyncio.timeout(10):
+        while not threads() <= before:
+            await asyncio.sleep(0.001)
+    assert [file.name for file in Path(path).parent.iterdir()] == ["jobs.db"]  # the last one out checkpoints the WAL
+
+
+async def test_close_may_be_called_again_and_by_several(path: str) -> None:
+    store = SQLiteStore(path)
+    await store.close()
+    await store.open()
+    inserting = asyncio.create_task(store.insert([job()], NOW))
+    await asyncio.sleep(0)
+    await asyncio.gather(store.close(), store.close())
+    await store.close()
+    await inserting
+
+
+async def test_a_closed_store_says_so(path: str) -> None:
+    store = SQLiteStore(path)
+    await store.open()
+    await store.close()
+    for call in (store.insert([job()], NOW), store.claim(ROOM, "w1", LEASE, NOW), store.get([new_id(NOW)]), store.counts(NOW)):
+        with pytest.raises(StoreError, match="closed"):
+            await call
+
+
+async def test_whoever_comes_while_the_store_closes_is_served_or_told(path: str) -> None:
+    store = SQLiteStore(path)
+    await store.open()
+    await store.insert([job()], NOW)
+    closing_ = asyncio.create_task(store.close())
+    calls = []
+    while not closing_.done():
+        calls.append(asyncio.create_task(store.insert([job()], NOW)))
+        calls.append(asyncio.create_task(store.insert([job()], NOW)))
+        await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+    errors = [answer for answer in answers if isinstance(answer, BaseException)]
+    assert [error for error in errors if not isinstance(error, StoreError)] == []
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT count(*) FROM tinyq_jobs").fetchone() == (1 + len(answers) - len(errors),)
+
+
+async def test_an_error_of_the_driver_reaches_the_caller_as_one_of_tinyq(path: str) -> None:
+    store = SQLiteStore(path)
+    await store.open()
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("DROP TABLE tinyq_jobs")
+    for call in (store.insert([job()], NOW), store.claim(ROOM, "w1", LEASE, NOW), store.list(State.PENDING)):
+        with pytest.raises(StoreError, match="tinyq_jobs") as caught:
+            await call
+        assert path in str(caught.value)
+    await store.close()
+
+
+# plans
+
+
+def plan(db: sqlite3.Connection, sql: str, parameters: Any) -> list[str]:
+    return [row[3] for row in db.execute(f"EXPLAIN QUERY PLAN {sql}", parameters)]
+
+
+async def fill(store: SQLiteStore) -> None:
+    rows = [job(queue=f"q{i % 3}", run_at=NOW + i % 2, priority=i % 5) for i in range(300)]
+    await store.insert(rows + [job(key=f"k{i}", schedule=f"s{i}", fire_time=NOW) for i in range(100)], NOW)
+
+
+async def test_no_statement_of_daily_work_scans_the_jobs(watched: SQLiteStore, spy: Spy, other: sqlite3.Connection) -> None:
+    await all_verbs(watched)
+    await fill(watched)
+    statements = {sql: parameters for sql, parameters, _ in spy.seen if "tinyq_jobs" in sql and "GROUP BY" not in sql}
+    statements.pop(next(sql for sql in statements if "WHERE namespace = ? AND state = ? ORDER BY seq LIMIT" in sql))
+    assert len(statements) > 20
+    for sql, parameters in statements.items():
+        steps = plan(other, sql, parameters)
+        assert [step for step in steps if step.startswith(("SCAN tinyq_jobs", "SCAN job", "SCAN j ", "SCAN n"))] == [], sql
+
+
+@pytest.mark.parametrize(
+    ("statement", "parameters", "index"),
+    [
+        ("LANES", ("default",), "tinyq_claim (namespace=? AND (queue,task,lane)>(?,?,?))"),
+        ("LANE_HEADS", ("default", "q1", "send", "", 5), "tinyq_claim (namespace=? AND queue=? AND task=? AND lane=?)"),
+        ("FRAGILE_HEADS", ("default",), "tinyq_fragile (namespace=?)"),
+        ("COME_DUE", ("default", NOW), "tinyq_later (namespace=? AND run_at<?)"),
+        ("NEXT_AT", ("default",), "tinyq_later (namespace=?)"),
+        ("SAME_KEY", ("default", "send", "k1", "pending"), "tinyq_keys (namespace=? AND task=? AND key=? AND state=?)"),
+        ("OVERLAP", ("default", "s1"), "tinyq_occurrences (namespace=? AND schedule=?)"),
+    ],
+)
+async def test_a_frequent_statement_is_served_by_its_own_index(
+    store: SQLiteStore, other: sqlite3.Connection, statement: str, parameters: tuple[object, ...], index: str
+) -> None:
+    await fill(store)
+    steps = plan(other, getattr(tinyq, statement), parameters)
+    assert any(index in step for step in steps), steps
+    assert [step for step in steps if "TEMP B-TREE" in step] == []
+
+
+async def test_leases_that_end_are_found_by_their_index(watched: SQLiteStore, spy: Spy, other: sqlite3.Connection) -> None:
+    await fill(watched)
+    await watched.list(State.RUNNING, lease_before=LEASE)
+    [(sql, parameters, _)] = [seen for seen in spy.seen if "lease <" in seen[0]]
+    steps = plan(other, sql, parameters)
+    assert steps == ["SEARCH tinyq_jobs USING INDEX tinyq_leases (namespace=? AND lease<?)"]
+
+
+UNRELATED: dict[str, dict[str, Any]] = {
+    "more of the same": {},
+    "future": {"run_at": LEASE},
+    "unknown task": {"task": "stranger"},
+    "full queue": {"queue": "full"},
+    "dead": {"state": State.DEAD, "ready": None},
+    "running": {"state": State.RUNNING, "ready": None, "lease": LEASE},
+}
+
+
+@pytest.mark.parametrize("kind", UNRELATED)
+async def test_the_work_of_a_claim_does_not_grow_with_other_jobs(path: str, kind: str) -> None:
+    room = Room(3, {"full": 0}, 3, 1, {"send": False})
+
+    def work(others: int) -> int:
+        """Instructions of SQLite's virtual machine."""
+        instructions = 0
+
+        def count() -> int:
+            nonlocal instructions
+            instructions += 1
+            return 0
+
+        with closing(sqlite3.connect(f"{path}-{others}", isolation_level=None)) as db:
+            tinyq.prepare(db, path, "normal")
+            db.execute("BEGIN IMMEDIATE")
+            tinyq.insert_rows(db, "default", [job(priority=1) for _ in range(3)], NOW)
+            values = [tinyq.as_values(job(**{"ready": tinyq.CLAIMABLE} | UNRELATED[kind])) for _ in range(others)]
+            values = [value | {"ready": tinyq.LATER if kind == "future" else value["ready"]} for value in values]
+            db.executemany(tinyq.INSERT, values)
+            db.set_progress_handler(count, 1)
+            assert len(tinyq.claim_rows(db, "default", room, "w1", LEASE, NOW).rows) == 3
+            db.execute("ROLLBACK")
+        return instructions
+
+    few, many = work(20), work(2_000)
+    assert many < 2 * few
+
+
+def test_aiosqlite_is_what_owns_the_threads() -> None:
+    assert aiosqlite.__version__
