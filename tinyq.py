@@ -402,6 +402,7 @@ def dice() -> random.Random:
 
 
 ONE_START: Final = Retry(max_attempts=1)
+FIVE_STARTS: Final = Retry()
 RetryOption = Retry | Sequence[float | timedelta] | Literal[False] | None
 OnConflict = Literal["reuse", "queue", "replace", "raise"]
 Promote = Literal[True, False, "interrupted"]
@@ -733,7 +734,7 @@ def as_moment(value: object, name: str) -> int:
         raise TypeError(f"{name} is {value!r}: give an aware datetime")
     if value.utcoffset() is None:
         raise TypeError(f"{name} is {value!r}, without a time zone: use datetime.now(UTC) + …, or .replace(tzinfo=…)")
-    return (value - datetime.fromtimestamp(0, UTC)) // timedelta(microseconds=1)
+    return min(FOREVER, (value - datetime.fromtimestamp(0, UTC)) // timedelta(microseconds=1))
 
 
 def new_id(now: int) -> bytes:
@@ -777,47 +778,55 @@ class Undecodable(ValueError):
     """A stored payload that this version cannot read."""
 
 
-def foreign(value: object, path: str = "") -> str | None:
+encode_json: Final = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+def foreign(value: object, path: str) -> str | None:
     """Where and what in a value JSON cannot carry as it is; None if nothing."""
     kind = type(value)
-    if value is None or kind in (str, int, bool) or (kind is float and math.isfinite(cast(float, value))):
+    if value is None or kind in (str, int, bool):
         return None
+    if kind is float:
+        return None if math.isfinite(cast(float, value)) else f"{path} is {value!r}, which is not JSON"
+    parts: Iterable[tuple[str, object]]
     if kind is list:
         parts = ((f"{path}[{i}]", item) for i, item in enumerate(cast("list[object]", value)))
     elif kind is dict:
-        strange = next((key for key in cast("dict[object, object]", value) if type(key) is not str), None)
-        if strange is not None:
-            return f"{path} has the key {strange!r} of type {type(strange).__qualname__}; keys must be str"
+        strange = [key for key in cast("dict[object, object]", value) if type(key) is not str]
+        if strange:
+            return f"{path} has the key {strange[0]!r} of type {type(strange[0]).__qualname__}; keys must be str"
         parts = ((f"{path}[{key!r}]", item) for key, item in cast("dict[str, object]", value).items())
-    elif kind is float:
-        return f"{path} is {value!r}, which is not JSON"
     else:
         return f"{path} is of type {kind.__module__}.{kind.__qualname__}".replace(" builtins.", " ")
-    return next((found for found in itertools.starmap(foreign_part, parts) if found), None)
+    return next((found for inner, item in parts if (found := foreign(item, inner))), None)
 
 
-def foreign_part(path: str, value: object) -> str | None:
-    return foreign(value, path)
+def argument_name(handler: Handler | None, position: int) -> str:
+    """What the handler calls its argument at this position."""
+    parameters = list(handler.signature.parameters.values()) if handler and handler.signature else []
+    for i, parameter in enumerate(parameters[: position + 1]):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return f"{parameter.name}[{position - i}]"
+    return parameters[position].name if position < len(parameters) else f"args[{position}]"
 
 
 def encode_call(handler: Handler | None, name: str, call: Arguments, limit: int) -> str:
     """The JSON of a call. Raises PayloadError (naming task and path) or PayloadTooLarge."""
     args, kwargs = call
-    parameters = list(handler.signature.parameters) if handler and handler.signature else []
-    try:
-        for i, value in enumerate(args):
-            found = foreign(value, parameters[i] if i < len(parameters) else f"args[{i}]")
-            if found:
-                break
-        else:
-            found = next((f for f in itertools.starmap(foreign_part, kwargs.items()) if f), None)
-        text = "" if found else json.dumps([list(args), dict(kwargs)], separators=(",", ":"), allow_nan=False)
-    except (RecursionError, ValueError) as error:
-        found, text = f"the arguments are nested too deep, or in a circle, or a number is too long ({error})", ""
-    if found:
-        raise PayloadError(
-            f"task {name!r}: {found}; JSON cannot carry that to a durable job: pass an id, a str, or a plain list or dict instead"
-        )
+    texts = []
+    for path, value in [*((argument_name(handler, i), value) for i, value in enumerate(args)), *kwargs.items()]:
+        try:
+            found = foreign(value, path)
+            texts.append("" if found else encode_json(value))
+        except (RecursionError, ValueError):
+            found = f"{path} is nested too deep, or in a circle, or holds too long a number"
+        if found:
+            raise PayloadError(
+                f"task {name!r}: {found}; JSON cannot carry that to a durable job: "
+                "pass an id, a str, or a plain list or dict instead"
+            )
+    keywords = (f"{encode_json(key)}:{value}" for key, value in zip(kwargs, texts[len(args) :], strict=True))
+    text = f"[[{','.join(texts[: len(args)])}],{{{','.join(keywords)}}}]"
     if len(text) > limit:
         raise PayloadTooLarge(
             f"task {name!r}: the arguments take {len(text):,} bytes of JSON and max_payload is {limit:,}: "
@@ -826,12 +835,16 @@ def encode_call(handler: Handler | None, name: str, call: Arguments, limit: int)
     return text
 
 
+def refuse_constant(name: str) -> Never:
+    raise ValueError(f"{name} is not JSON, though Python's module reads it")
+
+
 def decode_call(payload: str | None, version: int) -> tuple[list[Any], dict[str, Any]]:
     """The arguments in a stored payload; Undecodable if it is not one."""
     if version != PAYLOAD_VERSION:
         raise Undecodable(f"undecodable: payload version {version}, and this tinyq reads {PAYLOAD_VERSION}")
     try:
-        args, kwargs = json.loads(payload or "")
+        args, kwargs = json.loads(payload or "", parse_constant=refuse_constant)
     except (ValueError, TypeError, RecursionError) as error:
         raise Undecodable(f"undecodable: the payload is not the JSON of a call ({type(error).__name__})") from None
     if not isinstance(args, list) or not isinstance(kwargs, dict):
@@ -851,19 +864,27 @@ def encode_overrides(name: str, overrides: Mapping[str, Any]) -> str | None:
 
 
 def decode_overrides(text: str | None) -> dict[str, Any]:
-    """Its inverse. Infinity travels as JSON's usual extension, which only this pair of functions reads."""
-    kept: dict[str, Any] = json.loads(text) if text else {}
-    if "retry" in kept:
-        starts, base, factor, cap, jitter, delays = kept["retry"]
-        kept["retry"] = Retry(starts, base, factor, cap, jitter, delays=delays)
-    return kept
+    """Its inverse; Undecodable if another version, or a hand, wrote something else."""
+    try:
+        kept: dict[str, Any] = json.loads(text) if text else {}
+        if "retry" in kept:
+            starts, base, factor, cap, jitter, delays = kept["retry"]
+            kept["retry"] = Retry(starts, base, factor, cap, jitter, delays=delays)
+        return check_options(kept, "stored options")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Undecodable(f"undecodable: the options are not what this tinyq stores ({type(error).__name__})") from None
+
+
+def clean(text: str) -> str:
+    """Without what UTF-8, and so a database, does not take: lone surrogates, as in the name of a strange file."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def error_text(error: BaseException) -> str:
     """`Type: message` on one line, at most 500 characters."""
     try:
-        message = " ".join(str(error).split())
-    except Exception:
+        message = clean(" ".join(str(error).split()))
+    except BaseException:  # even SystemExit, which would end the loop
         message = "(its message cannot be shown)"
     text = f"{type(error).__qualname__}: {message}" if message else type(error).__qualname__
     return text if len(text) <= 500 else text[:499] + "…"
@@ -871,7 +892,19 @@ def error_text(error: BaseException) -> str:
 
 def traceback_text(error: BaseException) -> str:
     """The traceback, its last 4,000 characters."""
-    return "".join(traceback.format_exception(error))[-4000:]
+    try:
+        return clean("".join(traceback.format_exception(error))[-4000:])
+    except BaseException:
+        return "(it cannot be shown)"
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Keep an error without its frames, whose locals would live as long as the job does; the traceback is a text by then."""
+    for _ in range(20):
+        if error is None:
+            return
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 # ── 7. Options and handlers ───────────────────────────────────────────────────────────────────────────────────────────
@@ -902,8 +935,8 @@ def whole(value: object, name: str, least: int, most: int = 2**31 - 1) -> int:
 def text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} is {value!r}: give a str")
-    if not value or len(value) > 255:
-        raise ValueError(f"{name} is {value!r}: give 1 to 255 characters")
+    if not value or len(value) > 255 or clean(value) != value:
+        raise ValueError(f"{name} is {value!r}: give 1 to 255 characters of text")
     return value
 
 
@@ -942,12 +975,13 @@ CHECKS: Final[Mapping[str, Callable[[Any], Any]]] = {
 }
 
 
-def check_options(options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Job options, checked and in plain units; None is left out. TypeError or ValueError names `where` and the option."""
+def check_options(options: Mapping[str, Any], where: str, *others: str) -> dict[str, Any]:
+    """Job options, checked and in plain units; None is left out. TypeError or ValueError names `where` and the option.
+    `others`: keywords that the caller takes besides, and that may have been meant."""
     checked = {}
     for name, value in options.items():
         if name not in CHECKS:
-            raise TypeError(f"{where}: unknown option {name!r}{hint(name, CHECKS)}")
+            raise TypeError(f"{where}: unknown option {name!r}{hint(name, (*CHECKS, *others))}")
         if value is not None:
             try:
                 checked[name] = CHECKS[name](value)
@@ -1024,6 +1058,10 @@ def configure_from(given: Mapping[str, Any]) -> Config:
     for name in given:
         if name not in known:
             raise TypeError(f"TinyQ: unknown option {name!r}{hint(name, known)}")
+    if not isinstance(given.get("queues") or {}, Mapping):
+        raise TypeError(f"queues is {given['queues']!r}: give a mapping from names to numbers of slots")
+    if given.get("clock") is not None and not hasattr(given["clock"], "wait"):
+        raise TypeError(f"clock is {given['clock']!r}: give an object with time(), monotonic() and wait(), see Clock")
     queues = {text(name, "a queue's name"): whole(n, f"queues[{name!r}]", 0) for name, n in (given.get("queues") or {}).items()}
     concurrency = whole(given.get("concurrency", 20), "concurrency", 1)
     threads, worker_name = given.get("threads"), given.get("worker_name")
@@ -1086,7 +1124,7 @@ def from_environment() -> dict[str, Any]:
 
 def resolve(config: Config, handler: Handler | None, overrides: Mapping[str, Any]) -> Settings:
     """All options of one call: the nearest level wins."""
-    merged: dict[str, Any] = {"retry": Retry() if handler is None or handler.registered else ONE_START}
+    merged: dict[str, Any] = {"retry": FIVE_STARTS if handler is None or handler.registered else ONE_START}
     if handler is None or handler.registered:
         merged |= config.defaults
     else:
@@ -1293,7 +1331,12 @@ class MemoryStore:
             if action == "replace" and pending is not None:
                 for name in REPLACED:
                     setattr(pending, name, getattr(row, name))
-                pending.call, pending.context, pending.settings = row.call, row.context, row.settings
+                pending.call, pending.context, pending.settings, pending.handler = (
+                    row.call,
+                    row.context,
+                    row.settings,
+                    row.handler,
+                )
                 if pending.ready != HELD:
                     self._enlist(pending, now)
                 return Inserted(pending, "replaced")
@@ -1485,6 +1528,23 @@ class MemoryStore:
     async def close(self) -> None:
         """Nothing to close; rows that are left belong to whoever holds a handle."""
 
+    def detach(self, rows: Sequence[JobRow]) -> None:
+        """Take pending rows out, as they are, on their way to another store."""
+        for row in rows:
+            self._leave(row)
+            row.ticket += 1
+            del self._rows[row.id]
+
+    def attach(self, rows: Sequence[JobRow], now: int) -> None:
+        """Take them back. One whose key was given to another meanwhile gives way."""
+        for row in rows:
+            pending, running = self._same_key(row) if row.key is not None else (None, None)
+            if pending is not None:
+                row.state, row.reason, row.finished = State.CANCELLED, MERGED, now
+            else:
+                self._rows[row.id] = row
+                self._become_pending(row, now, held=running is not None)
+
 
 # ── 10. SQLite store: schema and statements ───────────────────────────────────────────────────────────────────────────
 # The tables, and every statement that is used more than once. Needs SQLite 3.38 (->> on JSON), STRICT tables with it.
@@ -1541,16 +1601,20 @@ FIRE: Final = (
 )
 OVERLAP: Final = "SELECT 1 FROM tinyq_jobs WHERE namespace = ? AND schedule = ? AND finished IS NULL LIMIT 1"
 
-# The claim. A lane is (queue, task, lane); the recursion jumps from one non-empty lane to the next, whatever is in them.
+# The claim. A lane is (queue, task, lane); the recursion jumps from one non-empty lane to the next, whatever is in them. (One
+# comparison of row values would say the same, but SQLite then walks through all of the queue.)
 LANES: Final = """
 WITH RECURSIVE head(seq, queue, task, lane) AS (
     SELECT * FROM (SELECT seq, queue, task, lane FROM tinyq_jobs WHERE ready = 1 AND namespace = ?1
                    ORDER BY queue, task, lane LIMIT 1)
     UNION ALL
-    SELECT j.seq, j.queue, j.task, j.lane FROM head CROSS JOIN tinyq_jobs j ON j.seq = (
-        SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.namespace = ?1
-            AND (n.queue, n.task, n.lane) > (head.queue, head.task, head.lane)
-        ORDER BY n.queue, n.task, n.lane LIMIT 1)
+    SELECT j.seq, j.queue, j.task, j.lane FROM head CROSS JOIN tinyq_jobs j ON j.seq = coalesce(
+        (SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.namespace = ?1 AND n.queue = head.queue
+            AND n.task = head.task AND n.lane > head.lane ORDER BY n.lane LIMIT 1),
+        (SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.namespace = ?1 AND n.queue = head.queue
+            AND n.task > head.task ORDER BY n.task, n.lane LIMIT 1),
+        (SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.namespace = ?1
+            AND n.queue > head.queue ORDER BY n.queue, n.task, n.lane LIMIT 1))
 ) SELECT queue, task, lane FROM head"""
 LANE_HEADS: Final = (
     "SELECT priority, run_at, seq, queue, task, 0 FROM tinyq_jobs "
@@ -1871,7 +1935,8 @@ def run_unit(db: sqlite3.Connection, ops: Sequence[Op]) -> None:
         ops = [op for op in ops if not answer_by_look(db, op)]
     try:
         if ops:
-            answers = in_transaction(db, ops, min(op.deadline for op in ops))
+            # Not for longer at a time: a claim that comes meanwhile is to find out in its own time that the file is locked.
+            answers = in_transaction(db, ops, min(time.monotonic() + 0.05, *(op.deadline for op in ops)))
             for op, answer in zip(ops, answers, strict=True):
                 op.answer, op.finished = answer, True
     except Exception as error:
@@ -1879,11 +1944,31 @@ def run_unit(db: sqlite3.Connection, ops: Sequence[Op]) -> None:
             for op in ops:
                 if op.deadline <= time.monotonic():
                     op.error, op.finished = error, True
+        elif reads_on(db, error):
+            run_unit(db, ops)
         elif len(ops) == 1:
             ops[0].error, ops[0].finished = error, True
         else:
             for op in ops:
                 run_unit(db, [op])
+
+
+def reads_on(db: sqlite3.Connection, error: Exception) -> bool:
+    """Whether it is worth another try: text that is not UTF-8, in a row that a hand has edited, is read leniently from now on."""
+    if "decode to UTF-8" not in str(error) or db.text_factory is not str:
+        return False
+    db.text_factory = lambda raw: raw.decode("utf-8", "backslashreplace")
+    return True
+
+
+def read(db: sqlite3.Connection, call: Callable[[sqlite3.Connection], T], deadline: float) -> T:
+    """A call that writes nothing."""
+    try:
+        return patiently(lambda: call(db), deadline)
+    except Exception as error:
+        if not reads_on(db, error):
+            raise
+        return patiently(lambda: call(db), deadline)
 
 
 def answer_by_look(db: sqlite3.Connection, op: Op) -> bool:
@@ -1939,7 +2024,7 @@ def store_error(error: BaseException, path: str) -> BaseException:
         return error
     if is_busy(error):
         return StoreBusy(
-            f"{path} stayed locked for the {PATIENCE:g} s that tinyq waits: another connection keeps a write transaction open; "
+            f"{path} stayed locked for longer than tinyq waits: another connection keeps a write transaction open; "
             "if it is your own, commit before you enqueue"
         )
     name = getattr(error, "sqlite_errorname", "") or type(error).__name__
@@ -1953,6 +2038,13 @@ def store_error(error: BaseException, path: str) -> BaseException:
     return StoreError(f"{path}: {error} ({name}){': ' + hint if hint else ''}")
 
 
+def daemonic(connection: aiosqlite.Connection) -> aiosqlite.Connection:
+    """Its thread would keep a program from exiting that never calls stop(). (Before 0.22 the connection is the thread.)"""
+    thread: Any = getattr(connection, "_thread", connection)
+    thread.daemon = True
+    return connection
+
+
 class SQLiteStore:
     """Jobs in one SQLite file. `path` may be the application's own database; all tables begin with `tinyq_`."""
 
@@ -1964,6 +2056,7 @@ class SQLiteStore:
         self._writer: aiosqlite.Connection | None = None
         self._reader: aiosqlite.Connection | None = None
         self._waiting: list[Op] = []
+        self._latest = math.inf
         self._flushing: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -1973,9 +2066,9 @@ class SQLiteStore:
             raise ImportError("a tinyq database needs aiosqlite: pip install aiosqlite") from None
         try:
             options: dict[str, Any] = {"isolation_level": None, "timeout": 0, "factory": connection_class()}
-            self._writer = await aiosqlite.connect(self.path, **options)
+            self._writer = await daemonic(aiosqlite.connect(self.path, **options))
             self.facts = await self._hop(self._writer, lambda db: prepare(db, self.path, self._synchronous))
-            self._reader = await aiosqlite.connect(self.path, **options)
+            self._reader = await daemonic(aiosqlite.connect(self.path, **options))
             await self._hop(self._reader, lambda db: db.execute("PRAGMA query_only = ON"))
         except BaseException as error:
             await self.close()
@@ -2028,13 +2121,11 @@ class SQLiteStore:
             if connection is not None:
                 await connection.close()
 
-    def abandon(self) -> None:
-        """Let the threads end although the loop is going down without `close`; they would keep the interpreter from exiting."""
-        for connection in (self._reader, self._writer):
-            if connection is not None:
-                with contextlib.suppress(Exception):
-                    connection.stop()
-        self._reader = self._writer = None
+    def hurry(self, seconds: float) -> None:
+        """From now on nothing waits longer than this for the write lock, what waits already included."""
+        self._latest = time.monotonic() + seconds
+        for op in self._waiting:
+            op.deadline = min(op.deadline, self._latest)
 
     async def _hop(self, connection: aiosqlite.Connection, call: Callable[[sqlite3.Connection], T]) -> T:
         [answer] = cast("list[T]", await connection.execute_fetchall("", Hop(call)))
@@ -2045,7 +2136,7 @@ class SQLiteStore:
             raise StoreError(f"{self.path} is closed")
         deadline = time.monotonic() + PATIENCE
         try:
-            return await self._hop(self._reader, lambda db: patiently(lambda: call(db), deadline))
+            return await self._hop(self._reader, lambda db: read(db, call, deadline))
         except Exception as error:
             raise store_error(error, self.path) from error
 
@@ -2058,7 +2149,7 @@ class SQLiteStore:
         if self._writer is None:
             raise StoreError(f"{self.path} is closed")
         loop = asyncio.get_running_loop()
-        op = Op(write, look, time.monotonic() + patience, loop.create_future())
+        op = Op(write, look, min(self._latest, time.monotonic() + patience), loop.create_future())
         self._waiting.append(op)
         if self._flushing is None:
             self._flushing = loop.create_task(self._flush(self._writer), context=contextvars.Context())
@@ -2097,6 +2188,7 @@ class SQLiteStore:
             elif op.finished:
                 op.future.set_result(op.answer)
             else:
+                op.deadline = min(op.deadline, self._latest)
                 again.append(op)
         self._waiting = again + self._waiting
 
@@ -2131,6 +2223,7 @@ class Running:
     tier: Tier
     deadline: float = math.inf  # monotonic
     began: float = 0.0
+    refused: Outcome | None = None  # why its handler cannot even be called
     why: Why | None = None  # why it was told to stop
     in_handler: bool = False
     note: str | None = None  # for the stored row, with the next renewal
@@ -2280,6 +2373,8 @@ def label(row: JobRow) -> str:
 def prepare_call(job: Running, now: int) -> Outcome | Arguments:
     """The arguments, or why the handler is not to be called."""
     row = job.row
+    if job.refused is not None:
+        return job.refused
     if row.expires is not None and row.expires < now:
         return Outcome("expired", reason="expired before it started")
     if row.lost and row.attempts > cast(float, job.settings.retry.max_attempts):
@@ -2332,7 +2427,20 @@ async def call_handler(job: Running, threads: Threads, now: int) -> Outcome:
         outcome = outcome_of(raised)
     finally:
         job.in_handler = False
-    return after_stop(job, outcome)
+    from_outside = await swallow_cancellation()
+    return after_stop(job, outcome, from_outside)
+
+
+async def swallow_cancellation() -> bool:
+    """Whether the running task was cancelled; what comes next is not, even if the handler cancelled its own task last."""
+    task = cast("asyncio.Task[Any]", asyncio.current_task())
+    if task.cancelling() == 0:
+        return False
+    while task.cancelling() > 0:
+        task.uncancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.sleep(0)  # before 3.13 uncancel leaves a cancellation that has not arrived yet
+    return True
 
 
 def outcome_of(error: BaseException) -> Outcome:
@@ -2343,16 +2451,12 @@ def outcome_of(error: BaseException) -> Outcome:
         case RetryAfter():
             return Outcome("failed", error=error, delay=error.seconds)
         case Cancel():
-            return Outcome("cancelled", reason=str(error))
+            return Outcome("cancelled", reason=clean(str(error))[:500])
     return Outcome("failed", error=error)
 
 
-def after_stop(job: Running, outcome: Outcome) -> Outcome:
+def after_stop(job: Running, outcome: Outcome, from_outside: bool) -> Outcome:
     """What the outcome means once it is known whether, and why, the handler had been told to stop."""
-    task = asyncio.current_task()
-    from_outside = task is not None and task.cancelling() > 0
-    while task is not None and task.cancelling() > 0:
-        task.uncancel()
     if job.why in ("lost", "abandoned"):
         return Outcome("dropped", reason=STOP_REASONS[job.why])
     if job.why == "timeout":
@@ -2425,7 +2529,7 @@ def done(row: JobRow, outcome: Outcome, settings: Settings, now: int) -> Settlem
     if settings.result_ttl > 0 and row.durable:
         try:
             found = foreign(outcome.value, "the result")
-            result = None if found else json.dumps(outcome.value)
+            result = None if found else encode_json(outcome.value)
         except (RecursionError, ValueError):
             found = "the result is nested too deep, or holds too long a number"
         if found:
@@ -2434,7 +2538,7 @@ def done(row: JobRow, outcome: Outcome, settings: Settings, now: int) -> Settlem
 
 
 def failed(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: random.Random | None) -> Settlement:
-    error, retry = outcome.error or RuntimeError("failed without an error"), settings.retry
+    error, retry = cast(BaseException, outcome.error), settings.retry
     about: dict[str, Any] = {"error": error_text(error), "traceback": traceback_text(error)}
     asked = isinstance(error, RetryAfter)
     if row.attempts >= cast(float, retry.max_attempts):
@@ -2491,25 +2595,25 @@ def report(row: JobRow, outcome: Outcome, change: Settlement) -> None:
 Step = Callable[[int], Awaitable[float]]
 
 
-async def drive(name: str, step: Step, wake: asyncio.Event, clock: Clock, over: Callable[[], bool]) -> None:
-    """Run a step until it is over. Errors back off up to 15 s and are logged once an incident, so is the recovery."""
-    failures = 0
-    while not over():
+async def drive(name: str, step: Step, wake: asyncio.Event, clock: Clock, stopped: asyncio.Event, longest: float = 15.0) -> None:
+    """Run a step until all is stopped. Errors back off up to `longest` seconds, and are logged once an incident."""
+    failures, told = 0, False
+    while not stopped.is_set():
         wake.clear()
         try:
             seconds = await step(clock.time())
-            if failures > 2:
-                log.info("%s works again", name)
-            failures = 0
+            if told:
+                log.info("%s work again", name)
+            failures, told = 0, False
         except Exception as error:
             failures += 1
-            seconds = min(15.0, 0.05 * 2.0**failures)
-            if failures == (3 if isinstance(error, StoreBusy) else 1):  # a lock that somebody holds for a moment is no incident
+            seconds = min(longest, 0.05 * 2.0 ** min(failures, 20))
+            if not told and (failures > 2 or not isinstance(error, StoreBusy)):  # a lock that is held for a moment is no incident
+                told = True
                 known = isinstance(error, StoreError)
-                log.error("%s failed and tries again: %s", name, error_text(error), exc_info=None if known else error)
-                failures = 3
-        if not over():
-            await clock.wait(wake, seconds)
+                log.error("%s failed and will be tried again: %s", name, error_text(error), exc_info=None if known else error)
+        if not stopped.is_set():
+            await clock.wait(stopped if failures else wake, seconds)
 
 
 class Slots:
@@ -2636,8 +2740,12 @@ class Crew:
         if tier.durable:
             row = self.known(row)
         handler = row.handler or self.handlers[row.task]
-        row.handler, row.settings = handler, row.settings or self._settings_of(row, handler)
-        job = Running(row, handler, row.settings, tier, began=self._clock.monotonic())
+        refused = None
+        try:
+            row.handler, row.settings = handler, row.settings or self._settings_of(row, handler)
+        except Undecodable as error:
+            row.settings, refused = Settings(), Outcome("undecodable", reason=str(error))
+        job = Running(row, handler, row.settings, tier, began=self._clock.monotonic(), refused=refused)
         job.deadline = job.began + job.settings.timeout
         self.activity += 1
         self.running[row.id] = job
@@ -2658,10 +2766,12 @@ class Crew:
         """Whether rows may have been claimed that are not among the running ones yet."""
         return self._slots.lent
 
-    def known(self, fresh: JobRow) -> JobRow:
-        """The object that handles in this process already hold for a durable row, brought up to date; else the row itself."""
+    def known(self, fresh: JobRow, *, again: bool = False) -> JobRow:
+        """The object that handles in this process already hold for a durable row, brought up to date unless what was read is
+        older; else the row itself. `again`: the job had ended and was requeued."""
         row = self.live.setdefault(fresh.id, fresh)
-        if row is not fresh and row.id not in self.running:
+        older = fresh.claim_no < row.claim_no or (fresh.finished is None and row.finished is not None and not again)
+        if row is not fresh and row.id not in self.running and not older:
             for name in COLUMNS:
                 setattr(row, name, getattr(fresh, name))
             row.call = row.settings = None
@@ -2685,6 +2795,7 @@ class Crew:
             log.exception("%s: a defect in tinyq; the job runs again when its lease ends", label(job.row))
         finally:
             del self.running[job.row.id]
+            self.tell(job.row)
             if not self.running:
                 self.idle.set()
 
@@ -2722,14 +2833,13 @@ class Crew:
         row.exception = outcome.error
         if outcome.kind == "done":
             row.value = outcome.value
-        self.conclude(row)
+        forget_frames(outcome.error)
         job.tier.wake.set()
 
-    def conclude(self, row: JobRow) -> None:
-        """Tell whoever waits for a row that has reached its end."""
-        if row.state in (State.PENDING, State.RUNNING):
-            return
-        row.finished = row.finished or self._clock.time()
+    def tell(self, row: JobRow) -> None:
+        """Let whoever waits for a row look at it again: it has ended, or it is no longer what it was here."""
+        if row.state not in (State.PENDING, State.RUNNING):
+            row.finished = row.finished or self._clock.time()
         for waiter in row.waiters or ():
             if not waiter.done():
                 waiter.set_result(None)
@@ -2738,8 +2848,11 @@ class Crew:
         """Stop what has run for longer than its timeout."""
         moment, self._next_deadline = self._clock.monotonic(), math.inf
         for job in list(self.running.values()):
-            if job.deadline <= moment:
+            if job.deadline <= moment and job.why == "timeout":
                 job.deadline = math.inf
+                log.warning("%s timed out and was cancelled, and does not end: it keeps its slot", label(job.row))
+            elif job.deadline <= moment:
+                job.deadline = moment + 5.0 if job.handler.is_async else math.inf
                 job.stop("timeout")
             self._next_deadline = min(self._next_deadline, job.deadline)
         return self._next_deadline - moment
@@ -2815,14 +2928,17 @@ class Crew:
                 log.warning("%s was reclaimed: worker %s has not renewed its lease", label(row), row.worker)
                 report(row, Outcome("lost"), change)
                 if row.id in self.live:
-                    self.conclude(self.known(dataclasses.replace(row, state=states[row.seq], error=change.error)))
+                    self.tell(self.known(dataclasses.replace(row, state=states[row.seq], error=change.error)))
         tier.wake.set()
 
     def _after_loss(self, row: JobRow, now: int) -> Settlement:
         handler = self.handlers.get(row.task)
         if handler is None:  # whoever knows the task also knows how many starts it has
             return decide(row, Outcome("lost"), Settings(retry=Retry(max_attempts=math.inf)), now)
-        return decide(row, Outcome("lost"), self._settings_of(row, handler), now)
+        try:
+            return decide(row, Outcome("lost"), self._settings_of(row, handler), now)
+        except Undecodable as error:
+            return decide(row, Outcome("undecodable", reason=str(error)), Settings(), now)
 
 
 # ── 17. Loops: schedules ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -2894,7 +3010,7 @@ class Scheduler:
         inserted = await self._tier.store.insert(rows, now) if rows else ()
         for (schedule, fire_time, missed), answer in zip(due, inserted, strict=True):
             schedule.next = fire_time + schedule.period
-            if schedule.last is not None and missed:
+            if missed:
                 schedule.missed += missed
                 log.warning(
                     "schedule %s missed %d fire times: it was %.1f s late", schedule.handler.name, missed, (now - fire_time) / 1e6
@@ -2927,7 +3043,7 @@ class Engine:
         self.loop = asyncio.get_running_loop()
         self.config = config
         self.clock = config.clock
-        self.settings = functools.lru_cache(1024)(lambda handler: resolve(config, handler, {}))
+        self._settings: dict[Handler | None, Settings] = {}
         self.worker = f"{config.worker_name or socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
         self.phase: Literal["running", "stopping", "stopped"] = "running"
         self.handlers = handlers
@@ -2943,6 +3059,7 @@ class Engine:
         self.crew.tiers.append(self.memory)
         self.schedulers: dict[bool, Scheduler] = {}
         self.spawned: dict[asyncio.Task[Any], str] = {}
+        self.stopped = asyncio.Event()
         self._loops: list[asyncio.Task[None]] = []
         self._wakes: list[asyncio.Event] = []
         self._room: deque[asyncio.Event] = deque()
@@ -2980,22 +3097,12 @@ class Engine:
         self._begin(f"{name} schedules", self.schedulers[tier.durable].step, self.schedulers[tier.durable].wake)
         self._begin(f"{name} claims", functools.partial(self._claim, tier), tier.wake)
         upkeep = self.crew.leases if tier.durable else self.crew.retention
-        self._begin(f"{name} upkeep", functools.partial(upkeep, tier), asyncio.Event())
+        self._begin(f"{name} upkeep", functools.partial(upkeep, tier), asyncio.Event(), self.config.lease / 4)
 
-    def _begin(self, name: str, step: Step, wake: asyncio.Event) -> None:
-        def over() -> bool:
-            return self.phase == "stopped"
-
-        async def run() -> None:
-            try:
-                await drive(name, step, wake, self.clock, over)
-            except asyncio.CancelledError:
-                if self.durable_store is not None:  # the loop is going down without stop()
-                    self.durable_store.abandon()
-                raise
-
+    def _begin(self, name: str, step: Step, wake: asyncio.Event, longest: float = 15.0) -> None:
+        loop = drive(name, step, wake, self.clock, self.stopped, longest)
         self._wakes.append(wake)
-        self._loops.append(self.loop.create_task(run(), name=f"tinyq {name}", context=contextvars.Context()))
+        self._loops.append(self.loop.create_task(loop, name=f"tinyq {name}", context=contextvars.Context()))
 
     async def _claim(self, tier: Tier, now: int) -> float:
         seconds = await self.crew.claim(tier, now)
@@ -3023,6 +3130,15 @@ class Engine:
                 "give db=…, or per_process=True if that is meant", schedule.handler.name,
             )  # fmt: skip
         self.schedulers[shared].add(schedule, self.clock.time())
+
+    def settings(self, handler: Handler | None) -> Settings:
+        """The options of a call that sets none of its own."""
+        found = self._settings.get(handler)
+        if found is None:
+            found = resolve(self.config, handler, {})
+            if handler is None or handler.registered:
+                self._settings[handler] = found
+        return found
 
     def settings_of(self, row: JobRow, handler: Handler) -> Settings:
         """All options of a stored job: the defaults, its task's, and what its enqueue said about the run."""
@@ -3069,6 +3185,8 @@ class Engine:
                         "use durable=True, for another process to run it, or another queue"
                     )
             await self._admit(len(rows))
+            if not self.memory.claiming:
+                raise ShuttingDown("the grace is over, so a best-effort job would never run: nothing was stored")
             answers = await self.memory_store.insert(rows, self.clock.time())
             self.memory.wake.set()
             return answers
@@ -3091,6 +3209,8 @@ class Engine:
     async def _admit(self, count: int) -> None:
         """Wait for room among the pending best-effort jobs: at most 5 s, and not inside a job, which may be in the way itself."""
         most = self.config.max_pending
+        if self.memory_store.pending + count <= most:
+            return
         full = QueueFull(f"{most:,} best-effort jobs are pending (max_pending): enqueue less, raise it, or use durable=True")
         if count > most:
             raise QueueFull(
@@ -3121,7 +3241,11 @@ class Engine:
 
     def require_running(self) -> None:
         """Before start there is no engine; this is about the time after. Jobs that still run may enqueue to the end."""
-        if self.loop is not asyncio.get_running_loop():
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            raise NotStarted("there is no event loop in this thread: call from the loop in which tinyq was started") from None
+        if self.loop is not here:
             raise NotStarted(
                 "this TinyQ was started in another event loop: start one in each loop, or hand the work over to that loop"
             )
@@ -3160,7 +3284,7 @@ class Engine:
         state = (await store.cancel([row.id], reason, keep_until, now)).get(row.id)
         if state is State.CANCELLED:
             row.state, row.reason, row.finished = State.CANCELLED, row.reason or reason, now
-            self.crew.conclude(row)
+            self.crew.tell(row)
             self._room_freed()
         elif state is State.RUNNING:
             await self.wait_for_end(row)
@@ -3169,7 +3293,10 @@ class Engine:
     def settings_for(self, row: JobRow) -> Settings:
         if row.settings is None:
             handler = row.handler or self.handlers.get(row.task)
-            row.settings = self.settings_of(row, handler) if handler else Settings(**decode_overrides(row.options))
+            try:
+                row.settings = self.settings_of(row, handler) if handler else Settings(**decode_overrides(row.options))
+            except Undecodable:
+                row.settings = Settings()
         return row.settings
 
     async def wait_for_end(self, row: JobRow) -> None:
@@ -3216,38 +3343,50 @@ class Engine:
         return found[0] if found else None
 
     async def promote(self, rows: Sequence[JobRow]) -> list[JobRow]:
-        """Move pending best-effort jobs into the table; answers those that are there now. The others are as they were."""
-        tier, now = self.require_durable(), self.clock.time()
-        ready = []
-        for row in rows:
-            settings = self.settings_for(row)
-            overrides = {name: getattr(settings, name) for name in ("retry", "timeout", "result_ttl", "failure_ttl")}
-            task_settings = self.settings(row.handler)
-            changed = {name: value for name, value in overrides.items() if value != getattr(task_settings, name)}
-            try:
-                stored = dataclasses.replace(row, durable=True, on_conflict="reuse", waiters=None, context=None, claim_no=0)
-                stored.payload = encode_call(row.handler, row.task, cast(Arguments, row.call), self.config.max_payload)
-                stored.options = encode_overrides(row.task, changed)
-            except (TypeError, ValueError) as error:
-                log.warning("%s cannot be promoted: %s", label(row), error_text(error))
-                continue
-            ready.append((row, stored))
-        await self.memory_store.cancel([row.id for row, _ in ready], "being promoted", now, now)
+        """Move pending best-effort jobs into the table, whatever becomes of the caller; answers those that are stored now.
+        One whose arguments do not encode stays as it is; one whose key a stored job has gives way to that."""
+        self.require_durable()
+        pairs = [(row, stored) for row in rows if (stored := self._as_durable(row)) is not None]
+        self.memory_store.detach([row for row, _ in pairs])
+        return await asyncio.shield(self.loop.create_task(self._store_detached(pairs), context=contextvars.Context()))
+
+    def _as_durable(self, row: JobRow) -> JobRow | None:
+        settings, usual = self.settings_for(row), self.settings(row.handler)
+        run_options = ("retry", "timeout", "result_ttl", "failure_ttl")
+        overrides = {name: getattr(settings, name) for name in run_options if getattr(settings, name) != getattr(usual, name)}
+        stored = dataclasses.replace(row, durable=True, on_conflict="reuse", waiters=None, call=None, context=None, claim_no=0)
         try:
-            await tier.store.insert([stored for _, stored in ready], now) if ready else None
+            stored.payload = encode_call(row.handler, row.task, cast(Arguments, row.call), self.config.max_payload)
+            stored.options = encode_overrides(row.task, overrides)
+        except (TypeError, ValueError) as error:
+            log.warning("%s cannot be promoted: %s", label(row), error_text(error))
+            return None
+        return stored
+
+    async def _store_detached(self, pairs: Sequence[tuple[JobRow, JobRow]]) -> list[JobRow]:
+        tier, now = self.require_durable(), self.clock.time()
+        try:
+            answers = await tier.store.insert([stored for _, stored in pairs], now) if pairs else ()
         except BaseException:
-            for row, _ in ready:
-                row.state, row.finished, row.reason = State.PENDING, None, None
-            await self.memory_store.insert([row for row, _ in ready], now)
+            self.memory_store.attach([row for row, _ in pairs], now)
+            self.memory.wake.set()
             raise
-        for row, stored in ready:
-            row.state, row.finished, row.reason, row.durable, row.payload = State.PENDING, None, None, True, stored.payload
-            row.options, row.call, row.context, row.claim_no = stored.options, None, None, 0
-            self.crew.live[row.id] = row
-            log.info("%s was promoted: it is stored as a durable job", label(row))
+        promoted = []
+        for (row, stored), answer in zip(pairs, answers, strict=True):
+            if answer.verdict == "created":
+                for name in COLUMNS:
+                    setattr(row, name, getattr(stored, name))
+                row.durable, row.call, row.context = True, None, None
+                self.crew.live[row.id] = row
+                promoted.append(row)
+                log.info("%s was promoted: it is stored as a durable job", label(row))
+            else:
+                row.state, row.reason = State.CANCELLED, "a durable job with the same key exists"
+                log.info("%s was not promoted: %s", label(row), row.reason)
+            self.crew.tell(row)
         tier.wake.set()
         self._room_freed()
-        return [row for row, _ in ready]
+        return promoted
 
     async def requeue(self, ids: Sequence[bytes]) -> int:
         now = self.clock.time()
@@ -3255,7 +3394,7 @@ class Engine:
         if self.durable is not None:
             again += await self.durable.store.requeue(ids, now)
         for row in await self.durable.store.get([id for id in again if id in self.crew.live]) if self.durable else ():
-            self.crew.known(row)
+            self.crew.known(row, again=True)
         for tier in self.crew.tiers:
             tier.wake.set()
         return len(again)
@@ -3271,25 +3410,21 @@ class Engine:
 
     async def drain(self) -> None:
         while self.phase == "running":
-            seen, due = self.crew.activity, await self._due()
-            busy = self.crew.running or self.spawned
-            if not due and not busy and not self.crew.claims_under_way and seen == self.crew.activity:
+            busy = bool(self.crew.running or self.spawned)
+            if not busy and not await self._start_due():
                 return
             self.crew.idle.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL if busy else 0.01):
+                async with asyncio.timeout(POLL if busy else 0.001):
                     await self.crew.idle.wait()
 
-    async def _due(self) -> bool:
-        """Whether something could start here now, room aside."""
-        now = self.clock.time()
-        if any(scheduler.is_due(now) for scheduler in self.schedulers.values()):
-            return True
-        for tier in self.crew.tiers:
-            for count in await tier.store.counts(now) if tier.claiming else ():
-                if count.due and count.task in tier.tasks and self.config.queues.get(count.queue, 1) > 0:
-                    return True
-        return False
+    async def _start_due(self) -> bool:
+        """Start what is due here. False if that is nothing, so that all is quiet."""
+        now, before = self.clock.time(), self.crew.activity
+        for tier in (self.memory, *([self.durable] if self.durable else ())):
+            await self._claim(tier, now)
+        firing = any(scheduler.is_due(now) for scheduler in self.schedulers.values())
+        return firing or before != self.crew.activity or self.crew.claims_under_way or bool(self.crew.running)
 
     async def stats(self, schedules: Sequence[Schedule]) -> Stats:
         now = self.clock.time()
@@ -3334,9 +3469,11 @@ class Engine:
         self.memory.claiming = False
         stuck = await self._cancel_jobs()
         self.crew.closing.set()
+        if self.durable_store is not None:
+            self.durable_store.hurry(EXTRA)
         await self._leftovers()
         self.phase = "stopped"
-        for wake in self._wakes:
+        for wake in (self.stopped, *self._wakes):
             wake.set()
         await asyncio.wait(self._loops, timeout=EXTRA)
         for loop in self._loops:
@@ -3355,7 +3492,7 @@ class Engine:
         """Until the running and the due best-effort jobs have ended, or the grace has."""
         began = self.clock.monotonic()
         told = began - PROGRESS
-        while self.crew.running or self.spawned or any(count.due for count in await self.memory_store.counts(self.clock.time())):
+        while self.crew.running or self.spawned or await self._claim_memory():
             moment = self.clock.monotonic()
             if moment >= self._grace_ends:
                 return
@@ -3368,20 +3505,27 @@ class Engine:
             self.crew.idle.clear()
             await self.clock.wait(self.crew.idle, min(PROGRESS, self._grace_ends - moment))
 
+    async def _claim_memory(self) -> bool:
+        await self._claim(self.memory, self.clock.time())
+        return bool(self.crew.running)
+
     def _names(self) -> str:
         running = Counter([job.row.task for job in self.crew.running.values()] + list(self.spawned.values()))
         return ", ".join(f"{name} ×{n}" for name, n in running.most_common(10)) or "nothing"
 
     async def _cancel_jobs(self) -> list[str]:
         """Cancel what still runs, give `finally` blocks a bounded time, name and abandon what does not end."""
-        for job in list(self.crew.running.values()):
-            job.stop("shutdown")
-        for task in list(self.spawned):
-            task.cancel()
+        told: set[Running] = set()
         ends = self.clock.monotonic() + EXTRA
         while (self.crew.running or self.spawned) and (moment := self.clock.monotonic()) < ends:
+            for job in set(self.crew.running.values()) - told:
+                told.add(job)
+                job.stop("shutdown")
+            for task in list(self.spawned):  # a `finally` may spawn another
+                if task.cancelling() == 0:
+                    task.cancel()
             self.crew.idle.clear()
-            await self.clock.wait(self.crew.idle, ends - moment)
+            await self.clock.wait(self.crew.idle, min(0.1, ends - moment))
         stuck = [label(job.row) for job in self.crew.running.values()] + [
             f"spawned task {name}" for name in self.spawned.values()
         ]
@@ -3410,7 +3554,7 @@ class Engine:
             now = self.clock.time()
             await self.memory_store.cancel([row.id for row in lost], "lost at shutdown", now, now)
             for row in lost:
-                self.crew.conclude(row)
+                self.crew.tell(row)
 
     def _may_promote(self, row: JobRow) -> bool:
         handler = row.handler
@@ -3656,9 +3800,8 @@ class TinyQ:
         promote: at shutdown store its unstarted best-effort jobs (True), interrupted ones too ("interrupted"), or none (False).
         Raises TypeError for what is not callable or an unknown option, ValueError for a bad value.
         """
-        checked = check_options(options, f"task {name!r}" if name else "task()")
-        if promote is not None:
-            choice(promote, "promote", True, False, "interrupted")
+        checked = check_options(options, f"task {name!r}" if name else "task()", "name", "replace", "promote")
+        choice(promote, "promote", None, True, False, "interrupted")
 
         def register(function: Callable[..., Any]) -> Task[..., Any, Any]:
             return self._register(function, name, replace, promote, checked)
@@ -3708,7 +3851,9 @@ class TinyQ:
             raise ValueError(f"every is {seconds!r}: the shortest period is 0.001 s")
         choice(overlap, "overlap", "skip")
         start = round(duration(offset, "offset") * 1e6) % period
-        checked = check_options(options, "every()")
+        own = ("offset", "immediate", "overlap", "per_process", "name", "promote")
+        checked = check_options(options, "every()", *own)
+        choice(promote, "promote", None, True, False, "interrupted")
         for option in ("durable", "key", "run_at"):
             if option in checked:
                 raise TypeError(f"every(): {option!r} is decided by the schedule itself; see per_process")
@@ -3788,8 +3933,8 @@ class TinyQ:
                 )
             return handler, text(fn, "a task's name")
         try:
-            handler = self._of_functions.get(fn) or self._bare(fn)
-        except TypeError:
+            handler = self._of_functions.get(fn) or (make_handler if isinstance(fn, functools.partial) else self._bare)(fn)
+        except TypeError:  # not hashable, or not callable, which make_handler explains
             handler = make_handler(fn)
         return handler, handler.name
 
@@ -3835,9 +3980,11 @@ class TinyQ:
         checked = check_options(options, "enqueue_many()")
         rows = []
         for i, item in enumerate(items):
-            if not isinstance(item, tuple) or len(item) not in (2, 3) or isinstance(item[1], str):
+            if not isinstance(item, tuple) or len(item) not in (2, 3) or not isinstance(item[1], (tuple, list)):
                 raise TypeError(f"items[{i}] is not (task, args) or (task, args, kwargs)")
             fn, args, kwargs = item if len(item) == 3 else (*item, {})
+            if not isinstance(kwargs, Mapping):
+                raise TypeError(f"items[{i}] is not (task, args) or (task, args, kwargs)")
             handler, name = self._find(fn, bool(checked.get("durable")))
             rows.append(self._make_row(engine, handler, name, tuple(args), dict(kwargs), checked))
         if len({row.durable for row in rows}) > 1:
@@ -3856,7 +4003,7 @@ class TinyQ:
             raise TypeError(f"spawn() takes a coroutine, and this is {coro!r}: call the async function")
         try:
             return self._running().spawn(coro, name, context)
-        except TinyQError:
+        except BaseException:
             coro.close()
             raise
 
@@ -3869,6 +4016,7 @@ class TinyQ:
         raise NotStarted(
             "tinyq has not been started: put `async with tinyq.lifespan(app):` into the application's lifespan. If it is there, "
             "that lifespan does not run: a mounted sub-application's never does, nor a test client's without its context manager"
+            ", nor one under a bare ASGI transport"
         )
 
     # life

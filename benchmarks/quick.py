@@ -102,7 +102,7 @@ async def ticks() -> tuple[list[float], list[float]]:
     enough = asyncio.Event()
     q = tinyq.TinyQ()
 
-    @q.every(PERIOD)
+    @q.every(PERIOD, name="tick")
     async def tick() -> None:
         fire_time = tinyq.current_job().fire_time
         assert fire_time is not None

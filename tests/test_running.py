@@ -1191,7 +1191,7 @@ def test_retry_on_and_give_up_on_may_be_predicates() -> None:
     def is_temporary(error: BaseException) -> bool:
         return str(error) == "down"
 
-    for policy, state in [(Retry(retry_on=is_temporary), State.PENDING), (Retry(give_up_on=is_temporary), State.DEAD)]:  # type: ignore[arg-type]
+    for policy, state in [(Retry(retry_on=is_temporary), State.PENDING), (Retry(give_up_on=is_temporary), State.DEAD)]:
         assert decide(running_row(), tinyq.Outcome("failed", error=ERROR), retry=policy).state is state
 
 

@@ -8,12 +8,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import aiosqlite
 import pytest
 
 import tinyq
@@ -92,12 +91,20 @@ def path(tmp_path: Path) -> str:
     return str(tmp_path / "jobs.db")
 
 
+@asynccontextmanager
+async def opened(path: str, **options: Any) -> AsyncIterator[SQLiteStore]:
+    store = SQLiteStore(path, **options)
+    try:
+        await store.open()
+        yield store
+    finally:
+        await store.close()
+
+
 @pytest.fixture
 async def store(path: str) -> AsyncIterator[SQLiteStore]:
-    made = SQLiteStore(path)
-    await made.open()
-    yield made
-    await made.close()
+    async with opened(path) as made:
+        yield made
 
 
 @pytest.fixture
@@ -183,7 +190,7 @@ async def test_every_moment_of_a_life_is_stored_as_an_integer(store: SQLiteStore
     await store.insert([job(expires=LEASE), job(schedule="tick", fire_time=NOW), job(run_at=NOW + 1), job()], NOW)
     rows = await claim(store)
     await store.cancel([rows[0].id], "why", LEASE, NOW)
-    changes = [outcome(rows[1], State.DEAD, keep=True, keep_until=LEASE), outcome(rows[2], State.PENDING, parked=NOW)]
+    changes = [outcome(rows[1], State.DEAD, keep=True, keep_until=LEASE), outcome(rows[2], State.PENDING, keep=True, parked=NOW)]
     await store.settle(changes, NOW)
     for column in MOMENTS:
         kinds = {kind for (kind,) in other.execute(f"SELECT DISTINCT typeof({column}) FROM tinyq_jobs")}
@@ -209,13 +216,11 @@ async def test_an_id_is_sixteen_bytes_and_unique(store: SQLiteStore) -> None:
 async def test_a_sequence_number_is_not_reused_by_another_process_either(path: str, other: sqlite3.Connection) -> None:
     seqs = []
     for _ in range(3):
-        store = SQLiteStore(path)
-        await store.open()
-        await store.insert([job()], NOW)
-        [row] = await claim(store)
-        await store.settle([outcome(row)], NOW)
-        seqs.append(row.seq)
-        await store.close()
+        async with opened(path) as store:
+            await store.insert([job()], NOW)
+            [row] = await claim(store)
+            await store.settle([outcome(row)], NOW)
+            seqs.append(row.seq)
         assert other.execute("SELECT count(*) FROM tinyq_jobs").fetchone() == (0,)
     assert seqs == sorted(set(seqs))
 
@@ -242,8 +247,7 @@ async def test_a_file_that_stays_in_another_journal_mode_is_refused(path: str, m
             return super().execute("PRAGMA journal_mode" if "journal_mode" in sql else sql, parameters)
 
     monkeypatch.setattr(tinyq, "connection_class", lambda: Stubborn)
-    with pytest.raises(StoreError, match="WAL"):
-        await SQLiteStore(path).open()
+    await refuses(path, "WAL")
 
 
 @pytest.mark.parametrize(("option", "level"), [("full", 2), ("normal", 1)])
@@ -254,36 +258,28 @@ async def test_writes_are_as_synchronous_as_asked_for(path: str, spy: Spy, optio
         if sql.startswith("COMMIT"):
             levels.add(sqlite3.Connection.execute(db, "PRAGMA synchronous").fetchone()[0])
 
-    store = SQLiteStore(path, synchronous=option)
-    await store.open()
-    spy.before = look
-    await store.insert([job()], NOW)
-    await store.close()
+    async with opened(path, synchronous=option) as store:
+        spy.before = look
+        await store.insert([job()], NOW)
     assert levels == {level}
 
 
 async def test_no_connection_leaves_waiting_to_sqlite(path: str, spy: Spy) -> None:
     waits = set()
     spy.before = lambda db, sql: waits.add(sqlite3.Connection.execute(db, "PRAGMA busy_timeout").fetchone()[0])
-    store = SQLiteStore(path)
-    await store.open()
-    await store.insert([job()], NOW)
-    await store.list(State.PENDING)
-    await store.close()
+    async with opened(path) as store:
+        await store.insert([job()], NOW)
+        await store.list(State.PENDING)
     assert waits == {0}
 
 
 async def test_opening_a_file_again_finds_its_jobs(path: str) -> None:
     row = job()
-    for _ in range(3):
-        store = SQLiteStore(path)
-        await store.open()
-        if not await store.get([row.id]):
-            await store.insert([row], NOW)
-        await store.close()
-    await store.open()
-    assert [found.id for found in await store.list(State.PENDING)] == [row.id]
-    await store.close()
+    async with opened(path) as store:
+        await store.insert([row], NOW)
+    for _ in range(2):
+        async with opened(path) as store:
+            assert [found.id for found in await store.list(State.PENDING)] == [row.id]
 
 
 async def test_the_tables_may_live_in_the_applications_own_file(path: str, other: sqlite3.Connection) -> None:
@@ -291,13 +287,11 @@ async def test_the_tables_may_live_in_the_applications_own_file(path: str, other
     other.execute("INSERT INTO orders VALUES (7, 'teapot')")
     other.execute("PRAGMA user_version = 41")
     other.execute("PRAGMA application_id = 42")
-    store = SQLiteStore(path)
-    await store.open()
-    await store.insert([job()], NOW)
-    other.execute("INSERT INTO orders VALUES (8, 'cup')")
-    [row] = await claim(store)
-    await store.settle([outcome(row)], NOW)
-    await store.close()
+    async with opened(path) as store:
+        await store.insert([job()], NOW)
+        other.execute("INSERT INTO orders VALUES (8, 'cup')")
+        [row] = await claim(store)
+        await store.settle([outcome(row)], NOW)
     assert other.execute("SELECT * FROM orders").fetchall() == [(7, "teapot"), (8, "cup")]
     assert other.execute("PRAGMA user_version").fetchone() == (41,)
     assert other.execute("PRAGMA application_id").fetchone() == (42,)
@@ -306,19 +300,18 @@ async def test_the_tables_may_live_in_the_applications_own_file(path: str, other
 
 
 async def test_namespaces_in_one_file_do_not_see_each_other(path: str) -> None:
-    stores = [SQLiteStore(path, namespace=name) for name in ("one", "two")]
-    for store in stores:
-        await store.open()
-    rows = [job(key="k"), job(key="k")]
-    for store, row in zip(stores, rows, strict=True):
-        assert [answer.verdict for answer in await store.insert([row, job(schedule="s", fire_time=NOW)], NOW)] == ["created"] * 2
-    for store, row in zip(stores, rows, strict=True):
-        assert await store.get([other.id for other in rows if other is not row]) == []
-        assert [count.count for count in await store.counts(NOW)] == [2]
-        assert await store.cancel([other.id for other in rows if other is not row], "why", None, NOW) == {}
-        assert {taken.namespace for taken in await claim(store)} == {store._namespace}
-        assert len(await store.list(State.RUNNING, lease_before=LEASE + 1)) == 2
-        await store.close()
+    async with opened(path, namespace="one") as one, opened(path, namespace="two") as two:
+        mine, theirs = job(key="k"), job(key="k")
+        for store, row in ((one, mine), (two, theirs)):
+            answers = await store.insert([row, job(schedule="s", fire_time=NOW)], NOW)
+            assert [answer.verdict for answer in answers] == ["created", "created"]
+        assert await one.get([theirs.id]) == []
+        assert await one.cancel([theirs.id], "why", None, NOW) == {}
+        assert [count.count for count in await one.counts(NOW)] == [2]
+        assert {row.namespace for row in await claim(one)} == {"one"}
+        assert len(await two.list(State.PENDING)) == 2
+        assert await two.list(State.RUNNING, lease_before=LEASE + 1) == []
+        assert {row.namespace for row in await claim(two)} == {"two"}
 
 
 # opening what cannot be opened
@@ -328,25 +321,29 @@ def threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if "asyncio" not in thread.name}
 
 
+async def ended_since(before: set[threading.Thread]) -> None:
+    """Return when no thread is alive that was not there before."""
+    for thread in threads() - before:
+        await asyncio.to_thread(thread.join, 10)
+        assert not thread.is_alive()
+
+
 async def refuses(path: str, *words: str) -> None:
     """Opening raises one sentence that holds the path and these words, and leaves no thread behind."""
     before = threads()
-    store = SQLiteStore(path)
     with pytest.raises(StoreError) as caught:
-        await store.open()
+        async with opened(path):
+            pass
     message = str(caught.value)
     assert path in message
     assert [word for word in words if word not in message] == []
     assert "\n" not in message
-    assert threads() <= before
-    await store.close()
+    await ended_since(before)
 
 
 async def test_a_newer_schema_is_refused(path: str) -> None:
-    store = SQLiteStore(path)
-    await store.open()
-    await store.insert([job()], NOW)
-    await store.close()
+    async with opened(path) as store:
+        await store.insert([job()], NOW)
     with closing(sqlite3.connect(path)) as db, db:
         db.execute("UPDATE tinyq_meta SET value = 99 WHERE name = 'schema'")
     await refuses(path, "99", "upgrade tinyq")
@@ -356,9 +353,9 @@ async def test_a_newer_schema_is_refused(path: str) -> None:
 
 
 @pytest.mark.parametrize("content", [b"order,item\n", b"\x00" * 5_000, b"not a database " * 1_000])
-async def test_a_file_that_is_not_a_database_is_refused_and_left_as_it_is(path: str, content: bytes) -> None:
+def test_a_file_that_is_not_a_database_is_refused_and_left_as_it_is(path: str, content: bytes) -> None:
     Path(path).write_bytes(content)
-    await refuses(path, "not an SQLite database")
+    asyncio.run(refuses(path, "not an SQLite database"))
     assert Path(path).read_bytes() == content
 
 
@@ -387,7 +384,7 @@ def unprivileged() -> Iterator[Path]:
 
 
 async def test_a_folder_that_may_not_be_written_is_refused(unprivileged: Path) -> None:
-    unprivileged.chmod(0o500)
+    os.chmod(unprivileged, 0o500)
     await refuses(str(unprivileged / "jobs.db"), "folder", "written")
 
 
@@ -395,17 +392,18 @@ async def test_a_file_that_may_not_be_written_is_refused(unprivileged: Path) -> 
     path = unprivileged / "jobs.db"
     with closing(sqlite3.connect(path)) as db:
         db.execute("CREATE TABLE orders (id INTEGER)")
-    path.chmod(0o400)
+    os.chmod(path, 0o400)
     await refuses(str(path), "writable")
 
 
-async def test_a_database_of_tinyq_that_may_not_be_written_is_refused(unprivileged: Path) -> None:
+async def test_a_database_of_tinyq_that_may_not_be_written_takes_no_job(unprivileged: Path) -> None:
     path = unprivileged / "jobs.db"
-    store = SQLiteStore(str(path))
-    await store.open()
-    await store.close()
-    path.chmod(0o400)
-    await refuses(str(path), "writable")
+    async with opened(str(path)):
+        pass
+    os.chmod(path, 0o400)
+    with pytest.raises(StoreError, match="writable"):
+        async with opened(str(path)) as store:
+            await store.insert([job()], NOW)
 
 
 # two that open at once
@@ -421,12 +419,10 @@ async def test_a_schema_that_appears_while_waiting_for_the_lock_is_not_made_agai
                 tinyq.prepare(faster, path, "full")
 
     spy.before = overtake
-    store = SQLiteStore(path)
-    await store.open()
-    await store.insert([job()], NOW)
-    assert rounds == ["BEGIN IMMEDIATE"]
-    assert sum(count.count for count in await store.counts(NOW)) == 1
-    await store.close()
+    async with opened(path) as store:
+        assert rounds == ["BEGIN IMMEDIATE"]
+        await store.insert([job()], NOW)
+        assert len(await store.list(State.PENDING)) == 1
 
 
 def test_processes_may_open_a_new_file_at_once(tmp_path: Path) -> None:
@@ -464,13 +460,16 @@ async def test_opening_waits_while_somebody_else_writes(path: str, other: sqlite
     await store.close()
 
 
-async def test_opening_gives_up_on_a_lock_that_stays(path: str, other: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_opening_gives_up_on_a_lock_that_stays(
+    path: str, other: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tinyq, "PATIENCE", 0.1)
     other.execute("CREATE TABLE orders (id INTEGER)")
     before = threads()
     with locked(other), pytest.raises(StoreBusy, match="locked"):
-        await SQLiteStore(path).open()
-    assert threads() <= before
+        async with opened(path):
+            pass
+    await ended_since(before)
 
 
 # the owner: units
@@ -576,16 +575,17 @@ async def test_whatever_may_write_begins_immediately(watched: SQLiteStore, spy: 
     assert [sql for sql, inside in writing if not inside] == []
 
 
-async def test_a_write_between_looking_and_claiming_is_no_error(watched: SQLiteStore, spy: Spy, other: sqlite3.Connection) -> None:
+async def test_a_write_between_looking_and_claiming_is_no_error(
+    watched: SQLiteStore, spy: Spy, other: sqlite3.Connection
+) -> None:
     other.execute("CREATE TABLE orders (id INTEGER)")
-
-    def write(db: sqlite3.Connection, sql: str) -> None:
-        if sql == "BEGIN IMMEDIATE":
-            other_thread.execute("INSERT INTO orders VALUES (1)")
-
     await watched.insert([job()], NOW)
-    path = watched.path
-    with closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as other_thread:
+    with closing(sqlite3.connect(watched.path, isolation_level=None, check_same_thread=False)) as writer:
+
+        def write(db: sqlite3.Connection, sql: str) -> None:
+            if sql == "BEGIN IMMEDIATE":
+                writer.execute("INSERT INTO orders VALUES (1)")
+
         spy.before = write
         assert len(await claim(watched)) == 1
     assert other.execute("SELECT count(*) FROM orders").fetchone() == (1,)
@@ -606,10 +606,8 @@ async def test_somebody_elses_open_reader_is_in_nobodys_way(store: SQLiteStore, 
 
 
 async def test_no_call_to_sqlite_runs_on_the_event_loops_thread(path: str, spy: Spy) -> None:
-    store = SQLiteStore(path)
-    await store.open()
-    await all_verbs(store)
-    await store.close()
+    async with opened(path) as store:
+        await all_verbs(store)
     assert spy.threads
     assert threading.get_ident() not in spy.threads
 
@@ -629,17 +627,14 @@ async def test_a_write_waits_for_the_lock(store: SQLiteStore, other: sqlite3.Con
 
 
 async def test_a_write_that_waited_too_long_is_refused_and_never_stored(
-    path: str, other: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
+    store: SQLiteStore, other: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tinyq, "PATIENCE", 0.1)
-    store = SQLiteStore(path)
-    await store.open()
     refused, stored = job(), job()
     with locked(other), pytest.raises(StoreBusy, match="commit before you enqueue"):
         await store.insert([refused], NOW)
     await store.insert([stored], NOW)
     assert [row.id for row in await store.list(State.PENDING)] == [stored.id]
-    await store.close()
 
 
 async def test_a_claim_gives_up_sooner_than_the_writes_beside_it(
@@ -692,7 +687,7 @@ TICKS = 25
 
 async def cancelled_after(call: Any, ticks: int) -> bool:
     """Cancel a call after so many turns of the loop; whether it had not ended by then."""
-    task = asyncio.ensure_future(call)
+    task: asyncio.Future[Any] = asyncio.ensure_future(call)
     for _ in range(ticks):
         await asyncio.sleep(0)
     task.cancel()
@@ -795,8 +790,8 @@ async def test_an_enqueue_cancelled_at_any_turn_leaves_the_file_usable(path: str
             async with asyncio.timeout(10):
                 await q.enqueue("marker", durable=True)
         assert not any(ended)
-        insert = "import sqlite3, sys; db = sqlite3.connect(sys.argv[1], timeout=10); db.execute('CREATE TABLE mine (id)'); db.commit()"
-        writer = await asyncio.create_subprocess_exec(sys.executable, "-c", insert, path)
+        write = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=10).execute('CREATE TABLE mine (id)')"
+        writer = await asyncio.create_subprocess_exec(sys.executable, "-c", write, path)
         assert await writer.wait() == 0
     stored = [payload for (payload,) in other.execute("SELECT payload FROM tinyq_jobs WHERE task = 'send'")]
     assert len(stored) == len(set(stored))
@@ -815,62 +810,51 @@ async def test_a_cancelled_read_leaves_no_transaction(store: SQLiteStore, other:
 
 
 async def test_close_finishes_what_was_accepted(path: str) -> None:
-    store = SQLiteStore(path)
-    await store.open()
     rows = [job() for _ in range(50)]
-    inserting = [asyncio.create_task(store.insert([row], NOW)) for row in rows]
-    await asyncio.sleep(0)
-    await store.close()
+    async with opened(path) as store:
+        inserting = [asyncio.create_task(store.insert([row], NOW)) for row in rows]
+        await asyncio.sleep(0)
     await asyncio.gather(*inserting)
-    await store.open()
-    assert len(await store.get([row.id for row in rows])) == 50
-    await store.close()
+    async with opened(path) as store:
+        assert len(await store.get([row.id for row in rows])) == 50
 
 
 async def test_close_ends_the_threads_and_lets_go_of_the_file(path: str) -> None:
     before = threads()
-    store = SQLiteStore(path)
-    await store.open()
-    await store.insert([job()], NOW)
-    await store.list(State.PENDING)
-    assert threads() > before
-    await store.close()
-    async with asyncio.timeout(10):
-        while not threads() <= before:
-            await asyncio.sleep(0.001)
+    async with opened(path) as store:
+        await store.insert([job()], NOW)
+        await store.list(State.PENDING)
+        assert threads() > before
+    await ended_since(before)
     assert [file.name for file in Path(path).parent.iterdir()] == ["jobs.db"]  # the last one out checkpoints the WAL
 
 
 async def test_close_may_be_called_again_and_by_several(path: str) -> None:
-    store = SQLiteStore(path)
-    await store.close()
-    await store.open()
-    inserting = asyncio.create_task(store.insert([job()], NOW))
-    await asyncio.sleep(0)
-    await asyncio.gather(store.close(), store.close())
-    await store.close()
+    await SQLiteStore(path).close()
+    async with opened(path) as store:
+        inserting = asyncio.create_task(store.insert([job()], NOW))
+        await asyncio.sleep(0)
+        await asyncio.gather(store.close(), store.close())
+        await store.close()
     await inserting
 
 
 async def test_a_closed_store_says_so(path: str) -> None:
-    store = SQLiteStore(path)
-    await store.open()
-    await store.close()
+    async with opened(path) as store:
+        pass
     for call in (store.insert([job()], NOW), store.claim(ROOM, "w1", LEASE, NOW), store.get([new_id(NOW)]), store.counts(NOW)):
         with pytest.raises(StoreError, match="closed"):
             await call
 
 
 async def test_whoever_comes_while_the_store_closes_is_served_or_told(path: str) -> None:
-    store = SQLiteStore(path)
-    await store.open()
-    await store.insert([job()], NOW)
-    closing_ = asyncio.create_task(store.close())
-    calls = []
-    while not closing_.done():
-        calls.append(asyncio.create_task(store.insert([job()], NOW)))
-        calls.append(asyncio.create_task(store.insert([job()], NOW)))
-        await asyncio.sleep(0)
+    async with opened(path) as store:
+        await store.insert([job()], NOW)
+        ending = asyncio.create_task(store.close())
+        calls = []
+        while not ending.done():
+            calls.append(asyncio.create_task(store.insert([job()], NOW)))
+            await asyncio.sleep(0)
     async with asyncio.timeout(10):
         answers = await asyncio.gather(*calls, return_exceptions=True)
     errors = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -879,16 +863,14 @@ async def test_whoever_comes_while_the_store_closes_is_served_or_told(path: str)
         assert db.execute("SELECT count(*) FROM tinyq_jobs").fetchone() == (1 + len(answers) - len(errors),)
 
 
-async def test_an_error_of_the_driver_reaches_the_caller_as_one_of_tinyq(path: str) -> None:
-    store = SQLiteStore(path)
-    await store.open()
-    with closing(sqlite3.connect(path)) as db, db:
-        db.execute("DROP TABLE tinyq_jobs")
+async def test_an_error_of_the_driver_reaches_the_caller_as_one_of_tinyq(
+    path: str, store: SQLiteStore, other: sqlite3.Connection
+) -> None:
+    other.execute("DROP TABLE tinyq_jobs")
     for call in (store.insert([job()], NOW), store.claim(ROOM, "w1", LEASE, NOW), store.list(State.PENDING)):
         with pytest.raises(StoreError, match="tinyq_jobs") as caught:
             await call
         assert path in str(caught.value)
-    await store.close()
 
 
 # plans
@@ -917,7 +899,7 @@ async def test_no_statement_of_daily_work_scans_the_jobs(watched: SQLiteStore, s
 @pytest.mark.parametrize(
     ("statement", "parameters", "index"),
     [
-        ("LANES", ("default",), "tinyq_claim (namespace=? AND (queue,task,lane)>(?,?,?))"),
+        ("LANES", ("default",), "tinyq_claim (namespace=?"),
         ("LANE_HEADS", ("default", "q1", "send", "", 5), "tinyq_claim (namespace=? AND queue=? AND task=? AND lane=?)"),
         ("FRAGILE_HEADS", ("default",), "tinyq_fragile (namespace=?)"),
         ("COME_DUE", ("default", NOW), "tinyq_later (namespace=? AND run_at<?)"),
@@ -980,7 +962,3 @@ async def test_the_work_of_a_claim_does_not_grow_with_other_jobs(path: str, kind
 
     few, many = work(20), work(2_000)
     assert many < 2 * few
-
-
-def test_aiosqlite_is_what_owns_the_threads() -> None:
-    assert aiosqlite.__version__

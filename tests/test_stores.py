@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -23,9 +24,11 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture(params=["memory", "sqlite"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
     made: Store = MemoryStore() if request.param == "memory" else SQLiteStore(str(tmp_path / "jobs.db"))
-    await made.open()
-    yield made
-    await made.close()
+    try:
+        await made.open()
+        yield made
+    finally:
+        await made.close()
 
 
 def job(task: str = "send", **fields: Any) -> JobRow:
@@ -92,8 +95,8 @@ def numbers(counts: Sequence[tinyq.Count]) -> dict[tuple[str, str, State], tuple
 async def test_a_row_reads_back_as_it_was_inserted(store: Store) -> None:
     fields: dict[str, Any] = {
         "queue": "emails", "priority": -3, "run_at": NOW + 7, "created": NOW - 5, "lane": "customer 7",
-        "payload": '[[1],{"a":"ß"}]', "options": '{"timeout":3}', "headers": '{"traceparent":"00-1"}', "key": "k", "expires": NOW + 99, "attempts": 2,
-        "snoozes": 3, "interruptions": 4,
+        "payload": '[[1],{"a":"ß"}]', "options": '{"timeout":3}', "headers": '{"traceparent":"00-1"}', "key": "k",
+        "expires": NOW + 99, "attempts": 2, "snoozes": 3, "interruptions": 4,
     }  # fmt: skip
     row = job("send", **fields)
     await store.insert([row], NOW)
@@ -595,6 +598,15 @@ async def test_lanes_of_one_task_are_claimed_together(store: Store) -> None:
     rows = [job(lane=lane, priority=p) for p, lane in [(5, "b"), (4, ""), (3, "a"), (2, "b"), (1, "")]]
     await store.insert(rows, NOW)
     assert [row.priority for row in await claim(store, room(4))] == [5, 4, 3, 2]
+
+
+async def test_every_lane_is_found(store: Store) -> None:
+    lanes = list(itertools.product(("a", "b", "c"), ("x", "y", "z"), ("", "m", "n")))
+    random.Random(3).shuffle(lanes)
+    rows = [job(task, queue=queue, lane=lane) for queue, task, lane in lanes[:20]]
+    await store.insert(rows, NOW)
+    taken = await claim(store, room(100, dict.fromkeys("xyz", False)))
+    assert [row.id for row in taken] == [row.id for row in rows]
 
 
 # claim: time

@@ -206,7 +206,7 @@ def test_a_naive_datetime_is_refused_with_the_way_out(value: datetime) -> None:
     ids=repr,
 )
 def test_what_is_not_a_datetime_is_no_moment(value: object) -> None:
-    with pytest.raises(TypeError, match="run_at is .*aware datetime"):
+    with pytest.raises(TypeError, match=r"run_at is .*aware datetime"):
         as_moment(value, "run_at")
 
 
@@ -216,6 +216,11 @@ def test_a_moment_leads_back_to_an_aware_datetime() -> None:
     assert back == value
     assert back is not None and back.utcoffset() == timedelta(0)
     assert as_datetime(None) is None
+
+
+def test_a_datetime_beyond_the_last_year_of_utc_can_still_be_shown() -> None:
+    value = datetime(9999, 12, 31, 23, 59, 59, tzinfo=timezone(timedelta(hours=-5)))
+    assert as_datetime(as_moment(value, "run_at")) == as_datetime(FOREVER)
 
 
 # later

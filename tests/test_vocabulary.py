@@ -54,7 +54,9 @@ def test_a_delay_is_capped_before_its_power_overflows(failures: int, expected: f
 @pytest.mark.parametrize("base", [0, 1e-6, 0.5, 5, 1e10])
 def test_a_delay_is_a_finite_number_whatever_the_policy_and_the_attempt(base: float, jitter: Any) -> None:
     wrong = []
-    for factor, cap in itertools.product((0.1, 0.5, 1, 1.0000001, 1.5, 2, 6, 1e6, 1e300), (0, 1e-6, 1, 900, 1e12, 1e300, math.inf)):
+    for factor, cap in itertools.product(
+        (0.1, 0.5, 1, 1.0000001, 1.5, 2, 6, 1e6, 1e300), (0, 1e-6, 1, 900, 1e12, 1e300, math.inf)
+    ):
         retry = Retry(max_attempts=math.inf, base=base, factor=factor, cap=cap, jitter=jitter)
         for failures in (1, 2, 3, 46, 47, 1023, 1024, 1025, 100_000, 10**9):
             try:
@@ -331,7 +333,7 @@ async def starts_of(clock: FakeClock, retry: Any, watch: float) -> tuple[list[fl
 
 
 def gaps(moments: Sequence[float]) -> list[float]:
-    return [round(b - a, 3) for a, b in zip(moments, moments[1:], strict=False)]
+    return [round(b - a, 3) for a, b in itertools.pairwise(moments)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,591 @@
+"""Periodic work: when it fires, what it skips, what it has missed, and who fires it. The same with and without a database."""
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncIterator, Callable
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+from clock import EPOCH, FakeClock
+
+import tinyq
+from tinyq import DuplicateTask, ScheduleStats, TinyQ
+
+NOON = datetime.fromisoformat("2026-01-01T12:00:00+00:00")
+
+
+class Open(Protocol):
+    async def __call__(self, register: Callable[[TinyQ], object], *, worker: bool = True) -> TinyQ: ...
+
+
+async def eventually(condition: Callable[[], object], clock: FakeClock | None = None, step: float = 0.05) -> None:
+    """Return as soon as the condition holds; with a clock, let its time pass meanwhile."""
+    async with asyncio.timeout(20):
+        while not condition():
+            if clock is not None:
+                await clock.advance(step)
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture(params=[False, True], ids=["no database", "database"])
+def durable(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def db(durable: bool, tmp_path: Path) -> Path | None:
+    return tmp_path / "jobs.db" if durable else None
+
+
+@pytest.fixture
+async def open_q(db: Path | None, clock: FakeClock) -> AsyncIterator[Open]:
+    """Starts a TinyQ with what was registered; stops it afterwards, whatever still runs in it."""
+    opened: list[TinyQ] = []
+
+    async def open_q(register: Callable[[TinyQ], object], *, worker: bool = True) -> TinyQ:
+        q = TinyQ(db, clock=clock, worker=worker)
+        register(q)
+        await q.start()
+        opened.append(q)
+        return q
+
+    yield open_q
+    for q in opened:
+        await stopped(q, clock)
+
+
+async def stopped(q: TinyQ, clock: FakeClock) -> None:
+    stopping = asyncio.create_task(q.stop(grace=0))
+    await eventually(stopping.done, clock, 0.5)
+    await stopping
+
+
+class Ticks:
+    """A handler that notes when it starts, for which fire time, and takes some of the clock's time."""
+
+    def __init__(self, clock: FakeClock, seconds: float = 0.0) -> None:
+        self._clock = clock
+        self._began = clock.now()
+        self.seconds = seconds
+        self.starts: list[float] = []
+        self.fire_times: list[float] = []
+        self.ended = 0
+
+    async def tick(self) -> None:
+        self.starts.append((self._clock.now() - self._began).total_seconds())
+        fire_time = tinyq.current_job().fire_time
+        assert fire_time is not None
+        self.fire_times.append((fire_time - self._began).total_seconds())
+        if self.seconds:
+            await self._clock.wait(asyncio.Event(), self.seconds)
+        self.ended += 1
+
+
+async def served(clock: FakeClock, ticks: Ticks, times: int, period: float = 10, each: int = 1) -> None:
+    """Let so many fire times come, and each be served before the next comes."""
+    for _ in range(times):
+        wanted = ticks.ended + each
+        await clock.advance(period)
+        await eventually(lambda wanted=wanted: ticks.ended >= wanted, clock, 0.001)  # type: ignore[misc]
+
+
+async def schedule_stats(q: TinyQ) -> ScheduleStats:
+    [stats] = (await q.stats()).schedules
+    return stats
+
+
+# When it fires: exact values. A clock that does not move while a thread works shows them for the tier without a database;
+# those of the other tier follow.
+
+
+async def run(clock: FakeClock, ticks: Ticks, period: float, seconds: float, **options: Any) -> TinyQ:
+    q = TinyQ(clock=clock)
+    q.every(period, name="tick", **options)(ticks.tick)
+    await q.start()
+    await clock.advance(seconds)
+    return q
+
+
+async def test_fire_times_do_not_drift(clock: FakeClock) -> None:
+    ticks = Ticks(clock, 0.2)
+    q = await run(clock, ticks, 1, 300)
+    assert ticks.starts == [float(n) for n in range(1, 301)]
+    assert ticks.fire_times == ticks.starts
+    await stopped(q, clock)
+
+
+async def test_a_fire_time_is_skipped_and_counted_while_the_last_run_is_not_over() -> None:
+    clock = FakeClock("2026-01-01T11:59:58+00:00")
+    ticks = Ticks(clock, 3)
+    q = await run(clock, ticks, 2, 12)
+    assert ticks.starts == [2, 6, 10]
+    stats = await schedule_stats(q)
+    assert (stats.fired, stats.skipped, stats.missed) == (3, 3, 0)
+    await stopped(q, clock)
+
+
+@pytest.mark.parametrize(
+    ("period", "offset", "start", "expected"),
+    [
+        (60, 0, "12:00:33", ["12:01:00", "12:02:00"]),
+        (60, 10, "12:00:33", ["12:01:10", "12:02:10"]),
+        (60, 70, "12:00:33", ["12:01:10", "12:02:10"]),
+        (60, 0, "12:00:00", ["12:01:00", "12:02:00"]),
+        (7, 0, "12:00:00", ["12:00:04", "12:00:11"]),
+        (timedelta(minutes=15), timedelta(minutes=5), "12:00:33", ["12:05:00", "12:20:00"]),
+        (0.25, 0, "12:00:00.1", ["12:00:00.25", "12:00:00.5"]),
+        (3600, 0, "12:00:33", ["13:00:00", "14:00:00"]),
+        (86_400, 7 * 3600, "12:00:33", ["2026-01-02T07:00:00", "2026-01-03T07:00:00"]),
+    ],
+)
+async def test_fire_times_are_multiples_of_the_period_since_the_epoch_moved_by_the_offset(
+    period: float | timedelta, offset: float | timedelta, start: str, expected: list[str]
+) -> None:
+    def moment(text: str) -> datetime:
+        return datetime.fromisoformat((text if "T" in text else f"2026-01-01T{text}") + "+00:00")
+
+    clock = FakeClock(moment(start).isoformat())
+    ran: list[datetime] = []
+
+    async def tick() -> None:
+        ran.append(clock.now())
+
+    q = TinyQ(clock=clock)
+    q.every(period, offset=offset)(tick)
+    await q.start()
+    await clock.advance((moment(expected[-1]) - clock.now()).total_seconds())
+    assert ran == [moment(text) for text in expected]
+    await q.stop()
+
+
+async def test_a_day_is_twenty_four_hours_over_a_clock_change() -> None:
+    clock = FakeClock("2026-03-28T06:59:00+00:00")
+    ran: list[str] = []
+
+    async def tick() -> None:
+        ran.append(clock.now().isoformat())
+
+    q = TinyQ(clock=clock)
+    q.every(timedelta(days=1), offset=timedelta(hours=7))(tick)
+    await q.start()
+    await clock.advance(2 * 86_400)
+    assert ran == ["2026-03-28T07:00:00+00:00", "2026-03-29T07:00:00+00:00"]
+    await q.stop()
+
+
+async def test_without_immediate_the_first_run_waits_for_its_fire_time_and_with_it_it_does_not() -> None:
+    clock = FakeClock("2026-01-01T12:00:33+00:00")
+    plain, immediate = Ticks(clock), Ticks(clock)
+    q = TinyQ(clock=clock)
+    q.every(60, name="plain")(plain.tick)
+    q.every(60, name="immediate", immediate=True)(immediate.tick)
+    await q.start()
+    await clock.settle()
+    assert (plain.starts, immediate.starts) == ([], [0])
+    await clock.advance(90)
+    assert (plain.starts, immediate.starts) == ([27, 87], [0, 27, 87])
+    assert immediate.fire_times == [-33, 27, 87]
+    await q.stop()
+
+
+async def test_a_loop_that_was_blocked_over_several_fire_times_runs_once_for_the_latest(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    ticks = Ticks(clock)
+    q = await run(clock, ticks, 1, 2.1, immediate=True)
+    clock.block(5.4)
+    await clock.advance(1.5)
+    assert ticks.starts == [0, 1, 2, 7.5, 8, 9]
+    assert ticks.fire_times == [0, 1, 2, 7, 8, 9]
+    stats = await schedule_stats(q)
+    assert (stats.fired, stats.missed, stats.skipped) == (6, 4, 0)
+    [warning] = caplog.records
+    assert warning.levelno == logging.WARNING
+    assert "tick" in warning.getMessage()
+    assert "4" in warning.getMessage()
+    await q.stop()
+
+
+async def test_fire_times_missed_before_the_first_run_are_counted_too(clock: FakeClock) -> None:
+    ticks = Ticks(clock)
+    q = await run(clock, ticks, 1, 0.5)
+    clock.block(5)
+    await clock.advance(1)
+    assert ticks.fire_times == [5, 6]
+    assert (await schedule_stats(q)).missed == 4
+    await q.stop()
+
+
+async def test_a_suspended_machine_runs_once_within_a_minute_of_its_return_and_then_at_the_fire_times(clock: FakeClock) -> None:
+    ticks = Ticks(clock)
+    q = await run(clock, ticks, 3600, 60)
+    clock.step_wall(8 * 3600)  # the monotonic clock stands still while a machine sleeps
+    await clock.advance(60)
+    assert len(ticks.starts) == 1
+    assert ticks.fire_times == [8 * 3600]
+    await clock.advance(2 * 3600)
+    assert ticks.starts[1:] == ticks.fire_times[1:] == [9 * 3600, 10 * 3600]
+    await q.stop()
+
+
+async def test_a_wall_clock_that_steps_back_repeats_no_fire_time(clock: FakeClock) -> None:
+    ticks = Ticks(clock)
+    q = await run(clock, ticks, 10, 35)
+    clock.step_wall(-30)
+    await clock.advance(60)
+    assert ticks.fire_times == [10, 20, 30, 40, 50, 60]
+    await q.stop()
+
+
+async def test_a_clock_that_steps_back_a_little_before_each_fire_time_repeats_none(clock: FakeClock) -> None:
+    ticks = Ticks(clock)
+    q = await run(clock, ticks, 10, 0)
+    for _ in range(40):
+        await clock.advance(2.5)
+        clock.step_wall(-0.5)
+    assert ticks.fire_times == [10 * n for n in range(1, len(ticks.fire_times) + 1)]
+    assert len(ticks.fire_times) == 8
+    await q.stop()
+
+
+async def test_an_added_schedule_with_a_nearer_time_is_not_kept_waiting(clock: FakeClock) -> None:
+    slow, fast = Ticks(clock), Ticks(clock)
+    q = await run(clock, slow, 3600, 1)
+    q.every(2, name="fast")(fast.tick)
+    await clock.advance(5)
+    assert fast.starts == [2, 4, 6]
+    await q.stop()
+
+
+async def test_many_schedules_keep_their_own_time(clock: FakeClock) -> None:
+    q = TinyQ(clock=clock)
+    ticks = {period: Ticks(clock) for period in (2, 3, 5, 7)}
+    for period, tick in ticks.items():
+        q.every(period, name=str(period), offset=-(NOON - EPOCH).total_seconds() % period)(tick.tick)
+    await q.start()
+    await clock.advance(210)
+    for period, tick in ticks.items():
+        assert len(tick.starts) == 210 // period
+        assert tick.starts == tick.fire_times
+    await q.stop()
+
+
+# In both tiers
+
+
+async def test_each_fire_time_fires_once_and_its_job_sees_it(open_q: Open, clock: FakeClock) -> None:
+    ticks = Ticks(clock)
+    q = await open_q(lambda q: q.every(10, name="tick")(ticks.tick))
+    await served(clock, ticks, 5)
+    assert ticks.fire_times == [10, 20, 30, 40, 50]
+    assert all(0 <= start - fire_time < 10 for start, fire_time in zip(ticks.starts, ticks.fire_times, strict=True))
+    stats = await schedule_stats(q)
+    assert stats == ScheduleStats(
+        "tick", fired=5, skipped=0, missed=0, last=NOON + timedelta(seconds=50), next=NOON + timedelta(seconds=60)
+    )
+
+
+async def test_the_stats_of_a_schedule_that_has_not_fired_say_when_it_will(open_q: Open, clock: FakeClock) -> None:
+    q = await open_q(lambda q: q.every(3600, name="tick")(Ticks(clock).tick))
+    assert await schedule_stats(q) == ScheduleStats("tick", 0, 0, 0, last=None, next=NOON + timedelta(hours=1))
+
+
+async def test_a_run_that_is_not_over_means_that_fire_times_are_skipped(open_q: Open, clock: FakeClock) -> None:
+    may_end = asyncio.Event()
+    starts: list[datetime | None] = []
+
+    async def tick() -> None:
+        starts.append(tinyq.current_job().fire_time)
+        await may_end.wait()
+
+    q = await open_q(lambda q: q.every(10, name="tick", timeout=3600)(tick))
+    await eventually(lambda: starts, clock, 1)
+    skipped = 0
+    async with asyncio.timeout(20):
+        while skipped < 3:
+            await clock.advance(1)
+            await asyncio.sleep(0.001)
+            skipped = (await schedule_stats(q)).skipped
+    assert len(starts) == 1
+    may_end.set()
+    await eventually(lambda: len(starts) == 2, clock, 1)
+    assert (await schedule_stats(q)).fired == 2
+
+
+async def test_a_late_loop_runs_once_for_the_latest_fire_time(open_q: Open, clock: FakeClock) -> None:
+    ticks = Ticks(clock)
+    q = await open_q(lambda q: q.every(10, name="tick")(ticks.tick))
+    await served(clock, ticks, 1)
+    clock.block(45)
+    await eventually(lambda: ticks.ended == 2, clock, 0.001)
+    await eventually(lambda: ticks.ended == 3, clock, 0.1)
+    assert ticks.fire_times == [10, 50, 60]
+    stats = await schedule_stats(q)
+    assert (stats.fired, stats.missed, stats.skipped) == (3, 3, 0)
+
+
+async def test_a_schedule_that_fails_is_logged_each_time_and_goes_on(
+    open_q: Open, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    ran = 0
+
+    async def tick() -> None:
+        nonlocal ran
+        ran += 1
+        if ran in (2, 3):
+            raise ConnectionError("down")
+
+    await open_q(lambda q: q.every(10, name="refresh")(tick))
+    await eventually(lambda: ran == 4, clock, 1)
+    await eventually(lambda: len(caplog.records) == 2)
+    for record in caplog.records:
+        assert record.levelno == logging.ERROR
+        assert "refresh" in record.getMessage()
+        assert record.exc_info is not None
+
+
+async def test_a_schedule_is_retried_only_if_it_asks_for_that(open_q: Open, clock: FakeClock) -> None:
+    attempts: list[int] = []
+
+    async def tick() -> None:
+        attempts.append(tinyq.current_job().attempt)
+        raise ConnectionError
+
+    await open_q(lambda q: q.every(600, offset=5, name="tick", retry=[1, 1])(tick))
+    await eventually(lambda: len(attempts) == 3, clock, 0.5)
+    assert attempts == [1, 2, 3]
+
+
+async def test_a_plain_function_can_be_a_schedule(open_q: Open, clock: FakeClock) -> None:
+    fire_times: list[datetime | None] = []
+
+    def tick() -> None:
+        fire_times.append(tinyq.current_job().fire_time)
+
+    await open_q(lambda q: q.every(10)(tick))
+    await eventually(lambda: fire_times, clock, 1)
+    assert fire_times[0] == NOON + timedelta(seconds=10)
+
+
+async def test_start_returns_at_once_whatever_the_first_run_does(open_q: Open, clock: FakeClock) -> None:
+    ran: list[str] = []
+
+    async def sleeps() -> None:
+        ran.append("sleeps")
+        await clock.wait(asyncio.Event(), 3600)
+
+    async def fails() -> None:
+        ran.append("fails")
+        raise ConnectionError
+
+    def register(q: TinyQ) -> None:
+        for handler in (sleeps, fails):
+            q.every(60, immediate=True)(handler)
+
+    await asyncio.wait_for(open_q(register), 20)  # the clock stands still
+    await eventually(lambda: sorted(ran) == ["fails", "sleeps"])
+
+
+async def test_a_scheduled_function_is_a_task_too(open_q: Open, clock: FakeClock) -> None:
+    fire_times: list[datetime | None] = []
+
+    async def tick() -> None:
+        fire_times.append(tinyq.current_job().fire_time)
+
+    q = await open_q(lambda q: None)
+    task = q.every(3600, name="tick")(tick)
+    assert task.name == "tick"
+    await (await task.enqueue()).result(timeout=20)
+    await (await q.enqueue("tick")).result(timeout=20)
+    assert fire_times == [None, None]
+
+
+async def test_every_works_as_decorator_and_as_a_call(open_q: Open, clock: FakeClock) -> None:
+    ran: list[str] = []
+    q = await open_q(lambda q: None)
+
+    @q.every(10)
+    async def decorated() -> None:
+        ran.append("decorated")
+
+    async def called() -> None:
+        ran.append("called")
+
+    q.every(10)(called)
+    q.every(10, name="partial")(functools.partial(ran.append, "partial"))
+    await eventually(lambda: len(ran) == 3, clock, 1)
+    assert sorted(ran) == ["called", "decorated", "partial"]
+
+
+async def test_a_schedule_starts_again_with_its_tinyq_and_fires_once_a_fire_time(
+    db: Path | None, durable: bool, clock: FakeClock
+) -> None:
+    ticks = Ticks(clock)
+    q = TinyQ(db, clock=clock)
+    q.every(10, name="tick")(ticks.tick)
+    for _ in range(3):
+        await q.start()
+        await served(clock, ticks, 2)
+        await q.stop()
+    assert ticks.fire_times == [10, 20, 30, 40, 50, 60]
+
+
+# With a database: once for all processes
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "jobs.db"
+
+
+async def two(file: Path, clock: FakeClock, ticks: Ticks, **options: Any) -> list[TinyQ]:
+    both = [TinyQ(file, clock=clock), TinyQ(file, clock=clock)]
+    for q in both:
+        q.every(10, name="tick", **options)(ticks.tick)
+        await q.start()
+    return both
+
+
+async def test_of_two_processes_exactly_one_runs_each_fire_time(file: Path, clock: FakeClock) -> None:
+    ticks = Ticks(clock)
+    both = await two(file, clock, ticks)
+    await served(clock, ticks, 10)
+    assert ticks.fire_times == [10 * n for n in range(1, 11)]
+    assert sum([(await schedule_stats(q)).fired for q in both]) == 10
+    for q in both:
+        await q.stop()
+
+
+async def test_an_immediate_run_happens_once_for_all_processes_and_not_again_after_a_restart(
+    file: Path, clock: FakeClock
+) -> None:
+    ticks = Ticks(clock)
+    both = await two(file, clock, ticks, immediate=True)
+    await eventually(lambda: ticks.ended == 1)
+    for q in both:
+        await q.stop()
+    for q in both:
+        await q.start()
+    await served(clock, ticks, 1)
+    for q in both:
+        await q.stop()
+    assert ticks.fire_times == [0, 10]
+
+
+async def test_per_process_means_that_each_process_runs_its_own(file: Path, clock: FakeClock) -> None:
+    ticks = Ticks(clock)
+    both = await two(file, clock, ticks, per_process=True)
+    await served(clock, ticks, 5, each=2)
+    assert ticks.fire_times == [10, 10, 20, 20, 30, 30, 40, 40, 50, 50]
+    for q in both:
+        assert (await q.stats()).count() == 0
+        await q.stop()
+
+
+async def test_a_run_in_one_process_makes_the_other_skip(file: Path, clock: FakeClock) -> None:
+    ticks = Ticks(clock, 25)
+    both = await two(file, clock, ticks)
+    await eventually(lambda: ticks.ended == 2, clock, 0.5)
+    for q in both:
+        await stopped(q, clock)
+    assert all(later - earlier >= 25 for earlier, later in zip(ticks.starts, ticks.starts[1:], strict=False))
+    assert ticks.fire_times[0] == 10
+    assert ticks.fire_times[1] >= 40
+
+
+async def test_a_process_that_does_not_work_fires_its_own_schedules_only(file: Path, clock: FakeClock) -> None:
+    shared, own = Ticks(clock), Ticks(clock)
+    q = TinyQ(file, clock=clock, worker=False)
+    q.every(10, name="shared")(shared.tick)
+    q.every(10, name="own", per_process=True)(own.tick)
+    await q.start()
+    await served(clock, own, 3)
+    assert shared.starts == []
+    assert (await q.stats()).count() == 0
+    await q.stop()
+
+
+async def test_a_clock_that_was_set_back_between_two_starts_repeats_no_fire_time(file: Path, clock: FakeClock) -> None:
+    ticks = Ticks(clock)
+    q = TinyQ(file, clock=clock)
+    q.every(10, name="tick")(ticks.tick)
+    await q.start()
+    await served(clock, ticks, 3)
+    await q.stop()
+    clock.step_wall(-25)
+    await q.start()
+    await eventually(lambda: ticks.ended == 5, clock, 1)
+    await q.stop()
+    assert ticks.fire_times[:3] == [10, 20, 30]
+    assert 30 < ticks.fire_times[3] < ticks.fire_times[4]
+
+
+async def test_schedules_of_services_that_share_a_file_fire_each(file: Path, clock: FakeClock) -> None:
+    a, b = Ticks(clock), Ticks(clock)
+    both = [TinyQ(file, clock=clock), TinyQ(file, clock=clock)]
+    for q, name, ticks in zip(both, "ab", (a, b), strict=True):
+        q.every(10, name=name)(ticks.tick)
+        await q.start()
+    for n in (1, 2, 3):
+        await clock.advance(10)
+        await eventually(lambda n=n: a.ended == b.ended == n, clock, 0.001)  # type: ignore[misc]
+    for q in both:
+        await q.stop()
+    assert a.fire_times == b.fire_times == [10, 20, 30]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("period", [0, -1, 1e-9, float("nan"), float("inf"), timedelta(0), "60", None, True])
+def test_a_period_that_makes_no_sense_is_refused(period: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="every"):
+        TinyQ().every(period)
+
+
+def test_a_handler_that_needs_arguments_is_refused() -> None:
+    def needs_one(x: int) -> None: ...
+
+    def needs_a_keyword(*, x: int) -> None: ...
+
+    class Needs:
+        def method(self, x: int) -> None: ...
+
+    q = TinyQ()
+    for handler in (needs_one, needs_a_keyword, Needs().method, functools.partial(lambda x, y: None, 1)):
+        with pytest.raises(TypeError, match="arguments"):
+            q.every(60)(handler)
+    with pytest.raises(TypeError):
+        q.every(60)("not callable")  # type: ignore[call-overload]
+    assert q._handlers == {}
+
+
+def test_a_handler_whose_arguments_all_have_defaults_is_accepted() -> None:
+    def has_defaults(x: int = 1, *args: int, y: int = 2, **kwargs: int) -> None: ...
+
+    assert TinyQ().every(60)(has_defaults).fn is has_defaults
+
+
+def test_two_schedules_of_one_name_are_refused() -> None:
+    q = TinyQ()
+    q.every(60, name="tick")(asyncio.Event().wait)
+    with pytest.raises(DuplicateTask, match="tick"):
+        q.every(30, name="tick")(asyncio.Event().wait)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"durable": True}, {"key": "k"}, {"run_at": NOON}, {"overlap": "sometimes"}, {"immediate": 1}, {"per_process": "no"},
+        {"offset": -1}, {"prioritty": 1}, {"timeout": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_option_that_a_schedule_cannot_have_is_refused(options: dict[str, Any]) -> None:
+    async def tick() -> None: ...
+
+    with pytest.raises((TypeError, ValueError)):
+        TinyQ().every(60, **options)(tick)

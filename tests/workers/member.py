@@ -1,0 +1,83 @@
+"""One process of a fleet, for test_processes.py: `python member.py DB MARKS WISHES`, the last as JSON.
+
+It works until its standard input ends, so that it cannot outlive whoever started it, and notes what it does in MARKS.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import tinyq
+
+DB, MARKS, WISHES = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+
+
+def mark(*words: object) -> None:
+    with open(MARKS, "a") as marks:  # lines this short are appended whole
+        marks.write(" ".join(map(str, (os.getpid(), *words))) + "\n")
+
+
+async def note(n: int) -> None:
+    mark("note", n)
+
+
+async def killed(n: int) -> None:
+    mark("killed", n, tinyq.current_job().attempt)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def leaves(n: int) -> None:
+    mark("leaves", n, tinyq.current_job().attempt)
+    os._exit(1)
+
+
+async def hangs_once(n: int) -> None:
+    mark("hangs_once", n, tinyq.current_job().attempt)
+    if tinyq.current_job().attempt == 1:
+        await asyncio.Event().wait()
+
+
+async def fails_once(n: int) -> None:
+    mark("fails_once", n, tinyq.current_job().attempt, time.time_ns() // 1000)
+    if tinyq.current_job().attempt == 1:
+        raise ValueError(n)
+
+
+async def long(seconds: float) -> None:
+    mark("long", "began")
+    await asyncio.sleep(seconds)
+    mark("long", "ended")
+
+
+async def tick() -> None:
+    fire_time = tinyq.current_job().fire_time
+    mark("tick", fire_time.timestamp() if fire_time else None)
+
+
+async def main() -> None:
+    queues = [tinyq.TinyQ(DB, **WISHES["options"]) for _ in range(WISHES["loops"])]
+    for q in queues:
+        for name, starts in WISHES["tasks"].items():
+            retry = tinyq.Retry(max_attempts=starts, base=2, jitter="none")
+            q.task(name=name, retry=retry)(globals()[name])
+        if WISHES["every"]:
+            options: dict[str, Any] = WISHES["every"]
+            q.every(**options)(tick)
+    async with contextlib.AsyncExitStack() as stack:
+        for q in queues:
+            await stack.enter_async_context(q)
+        mark("started")
+        await asyncio.to_thread(sys.stdin.read)
+        for q in queues:
+            for schedule in (await q.stats()).schedules:
+                mark("schedule", schedule.fired, schedule.skipped, schedule.missed)
+
+
+logging.basicConfig(format="%(levelname)s %(message)s")
+asyncio.run(main())
