@@ -101,6 +101,7 @@ __all__ = [
     "AlreadyStarted",
     "Cancel",
     "Clock",
+    "Configuration",
     "ConfigurationError",
     "Count",
     "CurrentJob",
@@ -898,15 +899,6 @@ def traceback_text(error: BaseException) -> str:
         return "(it cannot be shown)"
 
 
-def forget_frames(error: BaseException | None) -> None:
-    """Keep an error without its frames, whose locals would live as long as the job does; the traceback is a text by then."""
-    for _ in range(20):
-        if error is None:
-            return
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
-
-
 # ── 7. Options and handlers ───────────────────────────────────────────────────────────────────────────────────────────
 # What a user may say about a TinyQ, a task and a call, checked at the call, with the way out in the message.
 
@@ -1470,6 +1462,8 @@ class MemoryStore:
             self._rows.pop(row.id, None)
             return
         self._finished.append(row)
+        if len(self._finished) > 50:  # an error keeps the locals of all its frames alive
+            self._finished[-51].exception = None
         if len(self._finished) > MEMORY_KEEPS:
             self._rows.pop(self._finished.popleft().id, None)
 
@@ -2581,7 +2575,7 @@ def report(row: JobRow, outcome: Outcome, change: Settlement) -> None:
         log.error("%s is dead, %s: %s", label(row), change.reason, change.error, exc_info=outcome.error)
     elif outcome.kind in ("failed", "timeout"):
         log.warning("%s failed: %s; next start at %s", label(row), change.error, as_datetime(change.run_at))
-    elif outcome.kind == "parked":
+    elif outcome.kind == "parked" and row.parked is None:
         log.warning("%s is parked: %s", label(row), change.error)
     elif outcome.kind in ("expired", "interrupted"):
         log.info("%s: %s", label(row), outcome.reason)
@@ -2833,7 +2827,6 @@ class Crew:
         row.exception = outcome.error
         if outcome.kind == "done":
             row.value = outcome.value
-        forget_frames(outcome.error)
         job.tier.wake.set()
 
     def tell(self, row: JobRow) -> None:
@@ -3123,6 +3116,9 @@ class Engine:
         if shared and not self.config.worker:
             log.info("schedule %s is left to the processes that claim durable jobs", schedule.handler.name)
             return
+        if not shared and self.config.queues.get(self.settings(schedule.handler).queue) == 0:
+            log.warning("schedule %s is not run here: its queue has 0 slots", schedule.handler.name)
+            return
         if not shared and not schedule.per_process and not self._warned and several_workers():
             self._warned = True
             log.warning(
@@ -3168,7 +3164,7 @@ class Engine:
     def _occurrence(self, schedule: Schedule, fire_time: int, now: int) -> JobRow:
         handler = schedule.handler
         durable = self.durable is not None and not schedule.per_process
-        settings = self.settings(handler)._replace(durable=durable)
+        settings = self.settings(handler)._replace(durable=durable, key=None, run_at=None)
         row = self.make_row(handler, handler.name, settings, ((), {}), {})
         row.context, row.schedule, row.fire_time = None, handler.name, fire_time
         row.run_at = later(fire_time, settings.delay)
@@ -3287,8 +3283,18 @@ class Engine:
             self.crew.tell(row)
             self._room_freed()
         elif state is State.RUNNING:
-            await self.wait_for_end(row)
+            await self._wait_for_stranger(row)
         return row.state is State.CANCELLED
+
+    async def _wait_for_stranger(self, row: JobRow) -> None:
+        """Until a job that was told to stop has done so, in whatever process it runs."""
+        while row.finished is None and self.phase != "stopped":
+            found = await self.require_durable().store.get([row.id])
+            if not found:
+                return
+            if self.crew.known(found[0]).state is not State.RUNNING:
+                return
+            await asyncio.sleep(POLL)
 
     def settings_for(self, row: JobRow) -> Settings:
         if row.settings is None:
@@ -3771,6 +3777,7 @@ class TinyQ:
         self._engine: Engine | None = None
         self._starting = False
         self._was_stopped = False
+        self._reconfigurable = False  # the options given so far may be overridden
         self._bare = functools.lru_cache(256)(make_handler)
 
     # registration
@@ -3802,6 +3809,7 @@ class TinyQ:
         """
         checked = check_options(options, f"task {name!r}" if name else "task()", "name", "replace", "promote")
         choice(promote, "promote", None, True, False, "interrupted")
+        flag(replace, "replace")
 
         def register(function: Callable[..., Any]) -> Task[..., Any, Any]:
             return self._register(function, name, replace, promote, checked)
@@ -3843,7 +3851,7 @@ class TinyQ:
         The next fire time is the previous one plus the period, never "now plus the period". With a database one process of all
         runs each fire time, as a durable job; `per_process=True`, or no database: every process runs its own, best-effort.
         A fire time is skipped while the last run is not over. `immediate` also fires once at start, for the current fire time.
-        Takes all options of a task, except that the default is a single start: `retry=` says otherwise.
+        Takes all options of a task; the default is a single start, and the schedule itself decides on durable, key and run_at.
         Raises TypeError for a function that needs arguments.
         """
         period = round(duration(seconds, "every", zero=False) * 1e6)
@@ -3854,9 +3862,6 @@ class TinyQ:
         own = ("offset", "immediate", "overlap", "per_process", "name", "promote")
         checked = check_options(options, "every()", *own)
         choice(promote, "promote", None, True, False, "interrupted")
-        for option in ("durable", "key", "run_at"):
-            if option in checked:
-                raise TypeError(f"every(): {option!r} is decided by the schedule itself; see per_process")
         flag(immediate, "immediate")
         flag(per_process, "per_process")
 
@@ -4032,9 +4037,12 @@ class TinyQ:
             config = configure_from({**self._environment(), **self._given})
             engine = Engine(config, self._handlers)
             await engine.start(self._schedules)
+        except BaseException:
+            self._reconfigurable = True
+            raise
         finally:
             self._starting = False
-        self._engine = engine
+        self._engine, self._reconfigurable = engine, False
 
     async def stop(self, grace: float | timedelta | None = None) -> None:
         """Stop claiming and firing at once, let what runs go on for `grace` seconds, then cancel it; keep what can be kept.
@@ -4049,7 +4057,7 @@ class TinyQ:
         finally:
             if engine.phase == "stopped" and self._engine is engine:
                 self._engine = None
-                self._was_stopped = True
+                self._was_stopped = self._reconfigurable = True
 
     async def quiesce(self) -> None:
         """Claim no durable job and fire no schedule any more, and go on with the rest; for a preStop hook."""
@@ -4104,7 +4112,8 @@ class TinyQ:
 def warn_if_never_started(q: weakref.ref[TinyQ]) -> None:
     found = q()
     if found is not None and found._engine is None and not found._was_stopped and found._schedules:
-        log.warning("%d schedules are registered, and tinyq was never started: they did not run", len(found._schedules))
+        n = len(found._schedules)
+        log.warning("%d schedule%s registered, and tinyq was never started: nothing ran", n, "" if n == 1 else "s")
 
 
 # ── 22. Default instance ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -4138,7 +4147,7 @@ def configure(db: str | os.PathLike[str] | None = None, **options: Unpack[Config
     configure_from(news)
     given = _default._given
     for name, value in news.items():
-        if name in given and given[name] != value and not _default._was_stopped:
+        if name in given and given[name] != value and not _default._reconfigurable:
             raise ConfigurationError(
                 f"{name} was set to {given[name]!r} before and is to be {value!r} now: configure tinyq in one place"
             )

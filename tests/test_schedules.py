@@ -579,8 +579,7 @@ def test_two_schedules_of_one_name_are_refused() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"durable": True}, {"key": "k"}, {"run_at": NOON}, {"overlap": "sometimes"}, {"immediate": 1}, {"per_process": "no"},
-        {"offset": -1}, {"prioritty": 1}, {"timeout": 0},
+        {"overlap": "sometimes"}, {"immediate": 1}, {"per_process": "no"}, {"offset": -1}, {"prioritty": 1}, {"timeout": 0},
     ],
     ids=str,
 )  # fmt: skip
@@ -589,3 +588,18 @@ def test_an_option_that_a_schedule_cannot_have_is_refused(options: dict[str, Any
 
     with pytest.raises((TypeError, ValueError)):
         TinyQ().every(60, **options)(tick)
+
+
+async def test_durable_key_and_run_at_are_for_calls_by_hand_and_not_for_the_schedule(clock: FakeClock) -> None:
+    ran = asyncio.Event()
+    q = TinyQ(clock=clock)
+
+    @q.every(60, durable=True, key="k", run_at=clock.now() + timedelta(days=1))
+    async def tick() -> None:
+        ran.set()
+
+    async with q:
+        await clock.advance(60)
+        assert ran.is_set()
+        with pytest.raises(tinyq.ConfigurationError, match="durable"):
+            await tick.enqueue()

@@ -460,6 +460,24 @@ async def test_opening_waits_while_somebody_else_writes(path: str, other: sqlite
     await store.close()
 
 
+async def test_opening_waits_whichever_of_its_statements_meets_a_lock(path: str, spy: Spy) -> None:
+    refused: set[str] = set()
+
+    def refuse_once(db: sqlite3.Connection, sql: str) -> None:
+        """As SQLite does while another process, just as new here, sets up or recovers the WAL."""
+        if sql not in refused and not db.in_transaction and "query_only" not in sql:  # which does not look at the file
+            refused.add(sql)
+            error = sqlite3.OperationalError("database is locked")
+            error.sqlite_errorcode, error.sqlite_errorname = 261, "SQLITE_BUSY_RECOVERY"
+            raise error
+
+    spy.before = refuse_once
+    async with opened(path) as store:
+        await store.insert([job()], NOW)
+        assert len(await store.list(State.PENDING)) == 1
+    assert len(refused) >= 4
+
+
 async def test_opening_gives_up_on_a_lock_that_stays(
     path: str, other: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
