@@ -1058,8 +1058,8 @@ def configure_from(given: Mapping[str, Any]) -> Config:
     concurrency = whole(given.get("concurrency", 20), "concurrency", 1)
     threads, worker_name = given.get("threads"), given.get("worker_name")
     lease = duration(given.get("lease", 30.0), "lease", zero=False)
-    if lease < 0.3:
-        raise ValueError(f"lease is {lease!r}: it must be at least 0.3 s, since it is renewed every quarter of it")
+    if not 0.3 <= lease <= 86400:
+        raise ValueError(f"lease is {lease!r}: it must be from 0.3 s, since it is renewed every quarter of it, to one day")
     return Config(
         db=database_path(given.get("db")),
         concurrency=concurrency,
@@ -1986,8 +1986,8 @@ def prepare(db: sqlite3.Connection, path: str, synchronous: str) -> dict[str, An
         raise StoreError(
             f"{path} stays in journal mode {mode!r}: tinyq needs WAL, and so a local disk that can map shared memory"
         )
-    db.execute(f"PRAGMA synchronous = {synchronous}")
-    if schema_version(db, path) < len(MIGRATIONS):
+    patiently(lambda: db.execute(f"PRAGMA synchronous = {synchronous}"), deadline)
+    if patiently(lambda: schema_version(db, path), deadline) < len(MIGRATIONS):
         patiently(lambda: db.execute("BEGIN IMMEDIATE"), deadline)
         try:
             for statement in itertools.chain(*MIGRATIONS[schema_version(db, path) :]):
@@ -2138,11 +2138,12 @@ class SQLiteStore:
         self,
         write: Callable[[sqlite3.Connection], T],
         look: Callable[[sqlite3.Connection], T | None] | None = None,
-        patience: float = PATIENCE,
+        patience: float | None = None,
     ) -> T:
         if self._writer is None:
             raise StoreError(f"{self.path} is closed")
         loop = asyncio.get_running_loop()
+        patience = PATIENCE if patience is None else patience
         op = Op(write, look, min(self._latest, time.monotonic() + patience), loop.create_future())
         self._waiting.append(op)
         if self._flushing is None:

@@ -1422,7 +1422,7 @@ async def test_claims_that_meet_a_lock_are_said_once_and_go_on_afterwards(
     open_file: Open, file: Path, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "tinyq")
-    q = await open_file(lease=1_000_000)  # so that after the first jobs nothing else than claims is to be written
+    q = await open_file(lease=86_400)  # so that after the first jobs nothing else than claims is to be written
     for n in range(3):
         await ended(await q.task(name=f"first {n}", durable=True)(nothing).enqueue())
     job = await q.task(name="task", durable=True, delay=5)(nothing).enqueue()
