@@ -1059,7 +1059,9 @@ def configure_from(given: Mapping[str, Any]) -> Config:
     threads, worker_name = given.get("threads"), given.get("worker_name")
     lease = duration(given.get("lease", 30.0), "lease", zero=False)
     if not 0.3 <= lease <= 86400:
-        raise ValueError(f"lease is {lease!r}: it must be from 0.3 s, since it is renewed every quarter of it, to one day")
+        raise ValueError(
+            f"lease is {lease!r}: it must be at least 0.3 s, since it is renewed every quarter of it, and at most a day"
+        )
     return Config(
         db=database_path(given.get("db")),
         concurrency=concurrency,
@@ -1599,15 +1601,15 @@ OVERLAP: Final = "SELECT 1 FROM tinyq_jobs WHERE namespace = ? AND schedule = ? 
 # comparison of row values would say the same, but SQLite then walks through all of the queue.)
 LANES: Final = """
 WITH RECURSIVE head(seq, queue, task, lane) AS (
-    SELECT * FROM (SELECT seq, queue, task, lane FROM tinyq_jobs WHERE ready = 1 AND namespace = ?1
+    SELECT * FROM (SELECT seq, queue, task, lane FROM tinyq_jobs WHERE ready = 1 AND namespace = :namespace
                    ORDER BY queue, task, lane LIMIT 1)
     UNION ALL
     SELECT j.seq, j.queue, j.task, j.lane FROM head CROSS JOIN tinyq_jobs j ON j.seq = coalesce(
-        (SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.namespace = ?1 AND n.queue = head.queue
+        (SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.namespace = :namespace AND n.queue = head.queue
             AND n.task = head.task AND n.lane > head.lane ORDER BY n.lane LIMIT 1),
-        (SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.namespace = ?1 AND n.queue = head.queue
+        (SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.namespace = :namespace AND n.queue = head.queue
             AND n.task > head.task ORDER BY n.task, n.lane LIMIT 1),
-        (SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.namespace = ?1
+        (SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.namespace = :namespace
             AND n.queue > head.queue ORDER BY n.queue, n.task, n.lane LIMIT 1))
 ) SELECT queue, task, lane FROM head"""
 LANE_HEADS: Final = (
@@ -1720,7 +1722,7 @@ def same_key(db: sqlite3.Connection, row: JobRow, state: State) -> JobRow | None
 def candidates(db: sqlite3.Connection, namespace: str, room: Room) -> list[int]:
     """The seqs a claim would take: the heads of every lane that has room, merged by priority, time and sequence."""
     heads: list[tuple[int, int, int, str, str, bool]] = []
-    for queue_name, task_name, lane in db.execute(LANES, (namespace,)).fetchall():
+    for queue_name, task_name, lane in db.execute(LANES, {"namespace": namespace}).fetchall():
         if (most := room.free(queue_name, task_name)) > 0:
             heads += db.execute(LANE_HEADS, (namespace, queue_name, task_name, lane, most))
     if room.fragile > 0:
@@ -1837,6 +1839,10 @@ def list_rows(db: sqlite3.Connection, namespace: str, state: State, lease_before
     where = "state = ? ORDER BY seq" if lease_before is None else "state = 'running' AND lease < ? ORDER BY lease"
     select = f"SELECT {ALL} FROM tinyq_jobs WHERE namespace = ? AND {where} LIMIT ?"
     return [as_row(r) for r in db.execute(select, (namespace, state if lease_before is None else lease_before, limit))]
+
+
+def nothing_to_prune(db: sqlite3.Connection, now: int) -> int | None:
+    return None if db.execute("SELECT 1 FROM tinyq_jobs WHERE keep_until <= ? LIMIT 1", (now,)).fetchone() else 0
 
 
 def prune_rows(db: sqlite3.Connection, now: int, limit: int) -> int:
@@ -2032,11 +2038,12 @@ def store_error(error: BaseException, path: str) -> BaseException:
     return StoreError(f"{path}: {error} ({name}){': ' + hint if hint else ''}")
 
 
-def daemonic(connection: aiosqlite.Connection) -> aiosqlite.Connection:
-    """Its thread would keep a program from exiting that never calls stop(). (Before 0.22 the connection is the thread.)"""
-    thread: Any = getattr(connection, "_thread", connection)
-    thread.daemon = True
-    return connection
+async def joined(threads: Sequence[threading.Thread], busy: int = 0) -> None:
+    """Wait for threads that were told to end and have nothing left to do, but for so many; at most a second."""
+    for _ in range(1_000):
+        if sum(thread.is_alive() for thread in threads) <= busy:
+            break
+        await asyncio.sleep(0.001)
 
 
 class SQLiteStore:
@@ -2049,6 +2056,7 @@ class SQLiteStore:
         self._synchronous = synchronous
         self._writer: aiosqlite.Connection | None = None
         self._reader: aiosqlite.Connection | None = None
+        self._threads: list[threading.Thread] = []
         self._waiting: list[Op] = []
         self._latest = math.inf
         self._flushing: asyncio.Task[None] | None = None
@@ -2060,9 +2068,9 @@ class SQLiteStore:
             raise ImportError("a tinyq database needs aiosqlite: pip install aiosqlite") from None
         try:
             options: dict[str, Any] = {"isolation_level": None, "timeout": 0, "factory": connection_class()}
-            self._writer = await daemonic(aiosqlite.connect(self.path, **options))
+            self._writer = await self._connect(aiosqlite.connect(self.path, **options))
             self.facts = await self._hop(self._writer, lambda db: prepare(db, self.path, self._synchronous))
-            self._reader = await daemonic(aiosqlite.connect(self.path, **options))
+            self._reader = await self._connect(aiosqlite.connect(self.path, **options))
             await self._hop(self._reader, lambda db: db.execute("PRAGMA query_only = ON"))
         except BaseException as error:
             await self.close()
@@ -2104,7 +2112,7 @@ class SQLiteStore:
         return [Count(queue_name, name, State(state), True, n, due or 0) for queue_name, name, state, n, due in rows]
 
     async def prune(self, now: int, limit: int = 500) -> int:
-        return await self._write(lambda db: prune_rows(db, now, limit))
+        return await self._write(lambda db: prune_rows(db, now, limit), look=lambda db: nothing_to_prune(db, now))
 
     async def close(self) -> None:
         connections = (self._reader, self._writer)
@@ -2114,12 +2122,21 @@ class SQLiteStore:
         for connection in connections:
             if connection is not None:
                 await connection.close()
+        await joined(self._threads)
 
     def hurry(self, seconds: float) -> None:
         """From now on nothing waits longer than this for the write lock, what waits already included."""
         self._latest = time.monotonic() + seconds
         for op in self._waiting:
             op.deadline = min(op.deadline, self._latest)
+
+    def _connect(self, connection: aiosqlite.Connection) -> aiosqlite.Connection:
+        """A daemon's thread: it would keep a program from exiting that never calls stop(). (Before aiosqlite 0.22 the connection
+        itself is the thread.)"""
+        thread: threading.Thread = getattr(connection, "_thread", cast(Any, connection))
+        thread.daemon = True
+        self._threads.append(thread)
+        return connection
 
     async def _hop(self, connection: aiosqlite.Connection, call: Callable[[sqlite3.Connection], T]) -> T:
         [answer] = cast("list[T]", await connection.execute_fetchall("", Hop(call)))
@@ -2331,10 +2348,7 @@ class Threads:
         busy = len(self._threads) - self._idle
         for _ in self._threads:
             self._work.put(None)
-        for _ in range(1_000):
-            if sum(thread.is_alive() for thread in self._threads) <= busy:
-                break
-            await asyncio.sleep(0.001)
+        await joined(self._threads, busy)
 
 
 async def call_in_thread(job: Running, threads: Threads, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
@@ -2596,7 +2610,9 @@ async def drive(name: str, step: Step, wake: asyncio.Event, clock: Clock, stoppe
     while not stopped.is_set():
         wake.clear()
         try:
+            began = clock.monotonic()
             seconds = await step(clock.time())
+            seconds -= clock.monotonic() - began  # reckoned from the time that the step was given
             if told:
                 log.info("%s work again", name)
             failures, told = 0, False
@@ -3335,7 +3351,8 @@ class Engine:
                 f"job {id_text(row.id)} has ended and its result was not kept: set result_ttl to read it from anywhere"
             )
         self.crew.known(found[0])
-        elsewhere = not tier.claiming or row.state is State.RUNNING
+        # With this worker's name on it, it runs here, and the claim's answer is on its way.
+        elsewhere = not tier.claiming or (row.state is State.RUNNING and row.worker != self.worker)
         if row.finished is None and elsewhere and self.settings_for(row).result_ttl <= 0:
             raise NoResult(
                 f"job {id_text(row.id)} runs in another process and keeps no result: set result_ttl to read it from here"

@@ -90,6 +90,7 @@ async def open_file(file: Path, clock: FakeClock) -> AsyncIterator[Open]:
     yield open_file
     for q in opened:
         stopping = asyncio.create_task(q.stop(grace=0))
+        await asyncio.wait({stopping}, timeout=0.5)  # threads write outcomes while this clock stands still
         await eventually(stopping.done, clock, 0.5)
         await stopping
 
@@ -112,6 +113,7 @@ async def open_q(durable: bool, open_file: Open, clock: FakeClock) -> AsyncItera
     yield open_q
     for q in opened:
         stopping = asyncio.create_task(q.stop(grace=0))
+        await asyncio.wait({stopping}, timeout=0.5)  # threads write outcomes while this clock stands still
         await eventually(stopping.done, clock, 0.5)
         await stopping
 
@@ -1040,6 +1042,30 @@ async def test_without_result_ttl_another_process_is_told_at_once_that_there_wil
         await asyncio.wait_for((await looker.get(job.id)).result(), 20)
 
 
+async def test_a_result_can_be_waited_for_while_the_claim_of_its_job_is_on_its_way_back(
+    open_file: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, arrive = tinyq.SQLiteStore.claim, asyncio.Event()
+
+    async def arrives_late(store: tinyq.SQLiteStore, *args: Any) -> tinyq.Claimed:
+        claimed = await claim(store, *args)
+        if claimed.rows:  # committed, and so to be seen in the table, but not known to the loop yet
+            await arrive.wait()
+        return claimed
+
+    monkeypatch.setattr(tinyq.SQLiteStore, "claim", arrives_late)
+    q = await open_file()
+
+    @q.task(durable=True)
+    async def answer() -> int:
+        return 42
+
+    waiting = asyncio.create_task((await answer.enqueue()).result())
+    await asyncio.wait({waiting}, timeout=0.5)  # long enough for it to look
+    arrive.set()
+    assert await asyncio.wait_for(waiting, 20) == 42
+
+
 async def test_the_failure_of_a_job_can_be_read_from_another_process(open_file: Open) -> None:
     worker, looker = await open_file(), await open_file(worker=False)
 
@@ -1205,7 +1231,7 @@ async def test_a_job_that_stays_parked_is_one_incident_and_so_one_line(
 
 
 async def test_a_job_parked_for_an_hour_is_dead_and_never_ran(open_file: Open, clock: FakeClock) -> None:
-    old, new = await open_file(worker=False), await open_file()
+    old, new = await open_file(worker=False, lease=86_400), await open_file(lease=86_400)
     job = await old.enqueue("send", 7, durable=True)
     enqueued = clock.now()
 

@@ -67,6 +67,7 @@ async def open_q(db: Path | None, clock: FakeClock) -> AsyncIterator[Open]:
     yield open_q
     for q in opened:
         stopping = asyncio.create_task(q.stop(grace=0))
+        await asyncio.wait({stopping}, timeout=0.5)  # threads write outcomes while this clock stands still
         await eventually(stopping.done, clock, 0.5)
         await stopping
 

@@ -68,7 +68,12 @@ async def stopped(q: TinyQ, clock: FakeClock, grace: float, step: float = 0.5) -
     """Stop, let as much time pass as that takes, and answer how much it was."""
     moment = clock.monotonic()
     stopping = asyncio.create_task(q.stop(grace=grace))
-    await eventually(stopping.done, clock, step)
+    await clock.settle()
+    await eventually(lambda: stopping.done() or clock.monotonic() - moment >= grace, clock, step)
+    await asyncio.wait({stopping}, timeout=0.5)  # threads write outcomes while this clock stands still
+    while not stopping.done():
+        await clock.advance(0.1)
+        await asyncio.sleep(0.02)
     await stopping
     return clock.monotonic() - moment
 
@@ -996,9 +1001,10 @@ def test_every_way_down_has_the_same_outcome(way: Way, file: Path, clock: FakeCl
     async def bare() -> None: ...
 
     async def tick() -> None:
+        ends = clock.monotonic() + 5
         while True:
             await clock.advance(0.25)
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(0.002 if clock.monotonic() <= ends else 0.1)  # threads write outcomes meanwhile
 
     @asynccontextmanager
     async def work() -> AsyncIterator[None]:
@@ -1101,7 +1107,7 @@ def test_it_can_be_started_again_in_another_event_loop(db: Path | None, durable:
 
     for what in ("first", "second", "third"):
         asyncio.run(main(what))
-        assert set(threading.enumerate()) == threads
+        assert set(threading.enumerate()) <= threads
     assert ran == ["first", "first", "second", "second", "third", "third"]
 
 
