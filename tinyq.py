@@ -20,25 +20,32 @@ Contents
      1. Imports and surface
      2. Errors and signals
      3. Vocabulary: what users pass
-     4. Vocabulary: what travels inside
-     5. Time
-     6. Payload
-     7. Options and handlers
-     8. Store contract
-     9. Memory store
-    10. SQLite store: schema and statements
-    11. SQLite store: rows in one transaction
-    12. SQLite store: the owner of the file
-    13. Running one job: the call
-    14. Running one job: the decision
-    15. Loops: driver and slots
-    16. Loops: the crew that claims, runs and settles
-    17. Loops: schedules
-    18. Loops: the engine, from start to stop
-    19. Job handle
-    20. Tasks
-    21. TinyQ
-    22. Default instance
+     4. Vocabulary: what users get
+     5. Vocabulary: what travels inside
+     6. Time
+     7. Payload
+     8. Options and handlers
+     9. Options of a TinyQ
+    10. Handlers
+    11. Store contract
+    12. Memory store
+    13. SQLite store: schema and statements
+    14. SQLite store: rows in one transaction
+    15. SQLite store: the owner of the file
+    16. SQLite store: the class
+    17. Running one job: the call
+    18. Running one job: the handler
+    19. Running one job: the decision
+    20. Loops: driver and slots
+    21. Loops: the crew that claims, runs and settles
+    22. Loops: schedules
+    23. Engine: taking work in
+    24. Engine: asking about jobs
+    25. Engine: from start to stop
+    26. Job handle
+    27. Tasks
+    28. TinyQ
+    29. Default instance
 """
 
 # ── 1. Imports and surface ────────────────────────────────────────────────────────────────────────────────────────────
@@ -87,7 +94,7 @@ from typing import (
     Unpack,
     cast,
     overload,
-)
+)  # fmt: skip
 
 if TYPE_CHECKING:
     import random
@@ -98,56 +105,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AlreadyStarted",
-    "Cancel",
-    "Clock",
-    "Configuration",
-    "ConfigurationError",
-    "Count",
-    "CurrentJob",
-    "DuplicateTask",
-    "Job",
-    "JobCancelled",
-    "JobError",
-    "JobFailed",
-    "JobNotFound",
-    "KeyConflict",
-    "NoResult",
-    "NotStarted",
-    "Options",
-    "PayloadError",
-    "PayloadTooLarge",
-    "QueueFull",
-    "Retry",
-    "RetryAfter",
-    "ScheduleStats",
-    "ShuttingDown",
-    "Snooze",
-    "State",
-    "Stats",
-    "StoreBusy",
-    "StoreError",
-    "Task",
-    "TinyQ",
-    "TinyQError",
-    "UnknownTask",
-    "configure",
-    "current_job",
-    "drain",
-    "enqueue",
-    "enqueue_many",
-    "every",
-    "get",
-    "lifespan",
-    "quiesce",
-    "requeue",
-    "run",
-    "spawn",
-    "start",
-    "stats",
-    "stop",
-    "task",
-]
+    "AlreadyStarted", "Cancel", "Clock", "Configuration", "ConfigurationError", "Count", "CurrentJob", "DuplicateTask",
+    "Job", "JobCancelled", "JobError", "JobFailed", "JobNotFound", "KeyConflict", "NoResult", "NotStarted", "Options",
+    "PayloadError", "PayloadTooLarge", "QueueFull", "Retry", "RetryAfter", "ScheduleStats", "ShuttingDown", "Snooze",
+    "State", "Stats", "StoreBusy", "StoreError", "Task", "TinyQ", "TinyQError", "UnknownTask", "configure", "current_job",
+    "drain", "enqueue", "enqueue_many", "every", "get", "lifespan", "quiesce", "requeue", "run", "spawn", "start", "stats",
+    "stop", "task",
+]  # fmt: skip
 
 log = logging.getLogger("tinyq")
 
@@ -449,6 +413,10 @@ class Options(TypedDict, total=False):
     failure_ttl: float | timedelta | None
 
 
+# ── 4. Vocabulary: what users get ─────────────────────────────────────────────────────────────────────────────────────
+# Counts: what `stats` answers. Plain values.
+
+
 @dataclass(slots=True)
 class Count:
     """How many jobs of one queue and task are in one state; `due` of them could start now if there were room."""
@@ -488,7 +456,7 @@ class Stats:
         )
 
 
-# ── 4. Vocabulary: what travels inside ────────────────────────────────────────────────────────────────────────────────
+# ── 5. Vocabulary: what travels inside ────────────────────────────────────────────────────────────────────────────────
 # The row of a job, the room a claim may fill, what came of a run, and what is written about it. No behaviour beyond that.
 
 
@@ -682,7 +650,7 @@ class Claimed(NamedTuple):
     next_at: int | None
 
 
-# ── 5. Time ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── 6. Time ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 # Moments, ids that sort by time, fire times. Pure but for the clock, which is an object that a test can replace.
 
 
@@ -768,7 +736,7 @@ def missed_fires(due: int, now: int, period: int) -> int:
     return max(0, (now - due) // period)
 
 
-# ── 6. Payload ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── 7. Payload ────────────────────────────────────────────────────────────────────────────────────────────────────────
 # Arguments and results as JSON, both ways. Strict: what would come back as another type (a tuple, a number as a key) or
 # would not be JSON (NaN) is refused when it is handed in. There is no pickle in either direction.
 
@@ -899,7 +867,7 @@ def traceback_text(error: BaseException) -> str:
         return "(it cannot be shown)"
 
 
-# ── 7. Options and handlers ───────────────────────────────────────────────────────────────────────────────────────────
+# ── 8. Options and handlers ───────────────────────────────────────────────────────────────────────────────────────────
 # What a user may say about a TinyQ, a task and a call, checked at the call, with the way out in the message.
 
 
@@ -982,6 +950,10 @@ def check_options(options: Mapping[str, Any], where: str, *others: str) -> dict[
     if "delay" in checked and "run_at" in checked:
         raise ValueError(f"{where}: delay and run_at both say when to start: give one of them")
     return checked
+
+
+# ── 9. Options of a TinyQ ─────────────────────────────────────────────────────────────────────────────────────────────
+# The outermost level: what an instance is given, and what the environment may say.
 
 
 class Configuration(TypedDict, total=False):
@@ -1116,6 +1088,10 @@ def from_environment() -> dict[str, Any]:
     return found
 
 
+# ── 10. Handlers ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# What is known of a callable, and which options hold for a call of it.
+
+
 def resolve(config: Config, handler: Handler | None, overrides: Mapping[str, Any]) -> Settings:
     """All options of one call: the nearest level wins."""
     merged: dict[str, Any] = {"retry": FIVE_STARTS if handler is None or handler.registered else ONE_START}
@@ -1174,7 +1150,7 @@ def positional_bounds(signature: inspect.Signature | None) -> tuple[float, float
     return fewest, most
 
 
-# ── 8. Store contract ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── 11. Store contract ────────────────────────────────────────────────────────────────────────────────────────────────
 # Where jobs live. A store knows rows, leases and claim numbers; it reads no clock, computes no backoff, looks up no task.
 # Each verb takes a list, is one transaction, and says which rows it changed. Raises StoreError, StoreBusy.
 
@@ -1275,7 +1251,7 @@ def apply(row: JobRow, change: Settlement, now: int) -> None:
     row.lease = row.ready = None
 
 
-# ── 9. Memory store ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── 12. Memory store ──────────────────────────────────────────────────────────────────────────────────────────────────
 # Best-effort jobs: the same verbs over Python objects. It never suspends, so its verbs are atomic by themselves.
 
 Entry = tuple[int, int, int, int, JobRow]  # sorts as a claim takes: -priority, run_at, seq; then the ticket of this entry
@@ -1542,7 +1518,7 @@ class MemoryStore:
                 self._become_pending(row, now, held=running is not None)
 
 
-# ── 10. SQLite store: schema and statements ───────────────────────────────────────────────────────────────────────────
+# ── 13. SQLite store: schema and statements ───────────────────────────────────────────────────────────────────────────
 # The tables, and every statement that is used more than once. Needs SQLite 3.38 (->> on JSON), STRICT tables with it.
 
 COLUMNS: Final = tuple(itertools.takewhile(lambda name: name != "durable", (field.name for field in dataclasses.fields(JobRow))))
@@ -1660,7 +1636,7 @@ COUNTS: Final = (
 )
 
 
-# ── 11. SQLite store: rows in one transaction ─────────────────────────────────────────────────────────────────────────
+# ── 14. SQLite store: rows in one transaction ─────────────────────────────────────────────────────────────────────────
 # What each verb does to the file, given a connection inside BEGIN IMMEDIATE. Plain functions in the thread of the owner.
 
 
@@ -1850,7 +1826,7 @@ def prune_rows(db: sqlite3.Connection, now: int, limit: int) -> int:
     return db.execute(delete, (now, limit)).rowcount
 
 
-# ── 12. SQLite store: the owner of the file ───────────────────────────────────────────────────────────────────────────
+# ── 15. SQLite store: the owner of the file ───────────────────────────────────────────────────────────────────────────
 # All writes of a process go through one task, which takes whatever is waiting as one unit: one thread hop, one BEGIN
 # IMMEDIATE … COMMIT. A unit commits or rolls back whole, whatever becomes of those who wait for it. aiosqlite owns the
 # thread; no SQLite call runs on the event loop's thread.
@@ -2038,6 +2014,10 @@ def store_error(error: BaseException, path: str) -> BaseException:
     return StoreError(f"{path}: {error} ({name}){': ' + hint if hint else ''}")
 
 
+# ── 16. SQLite store: the class ───────────────────────────────────────────────────────────────────────────────────────
+# The verbs over the owner. Writes queue up for one task; reads have a connection of their own and see what is committed.
+
+
 async def joined(threads: Sequence[threading.Thread], busy: int = 0) -> None:
     """Wait for threads that were told to end and have nothing left to do, but for so many; at most a second."""
     for _ in range(1_000):
@@ -2205,9 +2185,8 @@ class SQLiteStore:
         self._waiting = again + self._waiting
 
 
-# ── 13. Running one job: the call ─────────────────────────────────────────────────────────────────────────────────────
-# User code is awaited in `call_handler` and nowhere else. Whatever it does (return, raise, time out, be cancelled, call
-# sys.exit) comes back as an Outcome. Plain functions run in daemon threads of tinyq's own: an executor's threads would
+# ── 17. Running one job: the call ─────────────────────────────────────────────────────────────────────────────────────
+# What is known of a job while it runs here. Plain functions run in daemon threads of tinyq's own: an executor's threads would
 # hold up the interpreter's exit, and a shared pool that is full would delay timeouts.
 
 Why = Literal["timeout", "cancel", "shutdown", "lost", "abandoned"]
@@ -2365,6 +2344,11 @@ async def call_in_thread(job: Running, threads: Threads, call: Callable[[], Any]
     return future.result()
 
 
+# ── 18. Running one job: the handler ──────────────────────────────────────────────────────────────────────────────────
+# User code is awaited in `call_handler` and nowhere else. Whatever it does (return, raise, time out, be cancelled, call
+# sys.exit) comes back as an Outcome.
+
+
 STOP_REASONS: Final[Mapping[Why, str]] = {
     "timeout": "timed out",
     "cancel": "cancelled on request",
@@ -2482,7 +2466,7 @@ def after_stop(job: Running, outcome: Outcome, from_outside: bool) -> Outcome:
     return outcome
 
 
-# ── 14. Running one job: the decision ─────────────────────────────────────────────────────────────────────────────────
+# ── 19. Running one job: the decision ─────────────────────────────────────────────────────────────────────────────────
 # What follows from an outcome: pure, no store and no clock. The claim has counted the start already; what was no real
 # attempt gives it back, and is bounded by a counter of its own.
 
@@ -2598,7 +2582,7 @@ def report(row: JobRow, outcome: Outcome, change: Settlement) -> None:
         log.info("%s is %s: %s", label(row), change.state, outcome.reason)
 
 
-# ── 15. Loops: driver and slots ───────────────────────────────────────────────────────────────────────────────────────
+# ── 20. Loops: driver and slots ───────────────────────────────────────────────────────────────────────────────────────
 # A loop is a step: it takes the time, does one round and returns the seconds to sleep. One driver runs them all.
 
 Step = Callable[[int], Awaitable[float]]
@@ -2686,7 +2670,7 @@ def on_signals(callback: Callable[[], None], *, chain: bool) -> Iterator[None]:
             signal.raise_signal(number)
 
 
-# ── 16. Loops: the crew that claims, runs and settles ─────────────────────────────────────────────────────────────────
+# ── 21. Loops: the crew that claims, runs and settles ─────────────────────────────────────────────────────────────────
 # Knows what runs here. Takes rows from a tier when there is room, runs each in a task of its own, writes what came of it,
 # keeps leases alive and takes over those of workers that died.
 
@@ -2951,7 +2935,7 @@ class Crew:
             return decide(row, Outcome("undecodable", reason=str(error)), Settings(), now)
 
 
-# ── 17. Loops: schedules ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── 22. Loops: schedules ──────────────────────────────────────────────────────────────────────────────────────────────
 # Fire times are multiples of the period since the epoch, the same in every process. One scheduler a tier, with one heap.
 
 LONGEST_SLEEP: Final = 60.0  # so that a step of the wall clock, or a suspended machine, is noticed
@@ -3038,16 +3022,15 @@ class Scheduler:
             self._tier.wake.set()
 
 
-# ── 18. Loops: the engine, from start to stop ─────────────────────────────────────────────────────────────────────────
-# What is alive between `start` and `stop`: the stores, the crew, the schedulers and their loops. One shutdown path for all.
+# ── 23. Engine: taking work in ────────────────────────────────────────────────────────────────────────────────────────
+# What lives between `start` and `stop` is the engine, told in three layers. This one holds the stores and the crew, makes rows
+# and inserts them, and knows the bounds of what waits in memory.
 
-EXTRA: Final = 2.0  # seconds for `finally` blocks after the grace
-WAIT_FOR_ROOM: Final = 5.0
-PROGRESS: Final = 5.0  # seconds between the lines that say what a shutdown waits for
+WAIT_FOR_ROOM: Final = 5.0  # seconds that an enqueue waits while max_pending jobs do
 
 
-class Engine:
-    """One run of a TinyQ."""
+class Intake:
+    """The engine's way in."""
 
     def __init__(self, config: Config, handlers: Mapping[str, Handler]) -> None:
         self.loop = asyncio.get_running_loop()
@@ -3078,72 +3061,6 @@ class Engine:
         self._grace_ends = math.inf
         self._warned = False
 
-    # start
-
-    async def start(self, schedules: Sequence[Schedule]) -> None:
-        """Open the store, begin the loops. On an error nothing is left behind."""
-        if self.config.db is not None:
-            self.durable_store = SQLiteStore(self.config.db, self.config.namespace, self.config.synchronous)
-            await self.durable_store.open()
-            self.durable = Tier(self.durable_store, True, self.durable_tasks, asyncio.Event(), claiming=self.config.worker)
-            self.crew.tiers.append(self.durable)
-        for handler in self.handlers.values():
-            self.learn(handler)
-        for tier in self.crew.tiers:
-            self._begin_tier(tier)
-        self._begin("timeouts", self.crew.deadlines, self.crew.deadline_wake)
-        for schedule in schedules:
-            self.add_schedule(schedule)
-        facts = self.durable_store.facts if self.durable_store else {"path": "none, best-effort jobs only"}
-        log.info(
-            "tinyq %s started: worker %s, %s, %d tasks, %d schedules, database %s",
-            __version__, self.worker, "claims jobs" if self.config.worker else "claims no durable jobs",
-            len(self.handlers), len(schedules), ", ".join(f"{name} {value}" for name, value in facts.items()),
-        )  # fmt: skip
-
-    def _begin_tier(self, tier: Tier) -> None:
-        name = "durable" if tier.durable else "best-effort"
-        self.schedulers[tier.durable] = Scheduler(tier, self._occurrence)
-        self._begin(f"{name} schedules", self.schedulers[tier.durable].step, self.schedulers[tier.durable].wake)
-        self._begin(f"{name} claims", functools.partial(self._claim, tier), tier.wake)
-        upkeep = self.crew.leases if tier.durable else self.crew.retention
-        self._begin(f"{name} upkeep", functools.partial(upkeep, tier), asyncio.Event(), self.config.lease / 4)
-
-    def _begin(self, name: str, step: Step, wake: asyncio.Event, longest: float = 15.0) -> None:
-        loop = drive(name, step, wake, self.clock, self.stopped, longest)
-        self._wakes.append(wake)
-        self._loops.append(self.loop.create_task(loop, name=f"tinyq {name}", context=contextvars.Context()))
-
-    async def _claim(self, tier: Tier, now: int) -> float:
-        seconds = await self.crew.claim(tier, now)
-        if not tier.durable:
-            self._room_freed()
-        return seconds
-
-    def learn(self, handler: Handler) -> None:
-        """Let claims take jobs of this task."""
-        self.memory_tasks[handler.name] = not handler.is_async or self.memory_tasks.get(handler.name, False)
-        if handler.registered:
-            self.durable_tasks[handler.name] = not handler.is_async
-            for tier in self.crew.tiers:
-                tier.wake.set()
-
-    def add_schedule(self, schedule: Schedule) -> None:
-        shared = self.durable is not None and not schedule.per_process
-        if shared and not self.config.worker:
-            log.info("schedule %s is left to the processes that claim durable jobs", schedule.handler.name)
-            return
-        if not shared and self.config.queues.get(self.settings(schedule.handler).queue) == 0:
-            log.warning("schedule %s is not run here: its queue has 0 slots", schedule.handler.name)
-            return
-        if not shared and not schedule.per_process and not self._warned and several_workers():
-            self._warned = True
-            log.warning(
-                "schedule %s: this looks like one of several server processes, and without a database each fires it; "
-                "give db=…, or per_process=True if that is meant", schedule.handler.name,
-            )  # fmt: skip
-        self.schedulers[shared].add(schedule, self.clock.time())
-
     def settings(self, handler: Handler | None) -> Settings:
         """The options of a call that sets none of its own."""
         found = self._settings.get(handler)
@@ -3157,7 +3074,13 @@ class Engine:
         """All options of a stored job: the defaults, its task's, and what its enqueue said about the run."""
         return resolve(self.config, handler, decode_overrides(row.options)) if row.options else self.settings(handler)
 
-    # enqueue
+    def learn(self, handler: Handler) -> None:
+        """Let claims take jobs of this task."""
+        self.memory_tasks[handler.name] = not handler.is_async or self.memory_tasks.get(handler.name, False)
+        if handler.registered:
+            self.durable_tasks[handler.name] = not handler.is_async
+            for tier in self.crew.tiers:
+                tier.wake.set()
 
     def make_row(
         self, handler: Handler | None, name: str, settings: Settings, call: Arguments, overrides: Mapping[str, Any]
@@ -3176,15 +3099,6 @@ class Engine:
         else:
             row.call = call
             row.context = contextvars.copy_context()
-        return row
-
-    def _occurrence(self, schedule: Schedule, fire_time: int, now: int) -> JobRow:
-        handler = schedule.handler
-        durable = self.durable is not None and not schedule.per_process
-        settings = self.settings(handler)._replace(durable=durable, key=None, run_at=None)
-        row = self.make_row(handler, handler.name, settings, ((), {}), {})
-        row.context, row.schedule, row.fire_time = None, handler.name, fire_time
-        row.run_at = later(fire_time, settings.delay)
         return row
 
     async def insert(self, rows: Sequence[JobRow]) -> Sequence[Inserted]:
@@ -3281,37 +3195,30 @@ class Engine:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("spawned task %s failed: %s", name, error_text(error), exc_info=error)
 
-    # handles
 
-    async def cancel(self, row: JobRow, reason: str = "cancelled on request") -> bool:
-        job = self.crew.running.get(row.id)
-        if job is not None and job.task is not None:
-            job.stop("cancel")
-            await asyncio.wait({job.task})
-            return row.state is State.CANCELLED
-        if row.finished is not None or self.phase == "stopped":
-            return False
-        settings, now = self.settings_for(row), self.clock.time()
-        keep_until = None if settings.failure_ttl == math.inf else later(now, settings.failure_ttl)
-        store = self.require_durable().store if row.durable else self.memory_store
-        state = (await store.cancel([row.id], reason, keep_until, now)).get(row.id)
-        if state is State.CANCELLED:
-            row.state, row.reason, row.finished = State.CANCELLED, row.reason or reason, now
-            self.crew.tell(row)
-            self._room_freed()
-        elif state is State.RUNNING:
-            await self._wait_for_stranger(row)
-        return row.state is State.CANCELLED
+async def contained(coro: Coroutine[Any, Any, T]) -> T:
+    """A spawned coroutine that cannot take the event loop down by SystemExit or KeyboardInterrupt."""
+    _tracked.set(True)
+    try:
+        return await coro
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise JobFailed(type(error).__qualname__, str(error)) from error
 
-    async def _wait_for_stranger(self, row: JobRow) -> None:
-        """Until a job that was told to stop has done so, in whatever process it runs."""
-        while row.finished is None and self.phase != "stopped":
-            found = await self.require_durable().store.get([row.id])
-            if not found:
-                return
-            if self.crew.known(found[0]).state is not State.RUNNING:
-                return
-            await asyncio.sleep(POLL)
+
+# ── 24. Engine: asking about jobs ─────────────────────────────────────────────────────────────────────────────────────
+# What handles need: reading, waiting, cancelling, promoting. Knows that a job may run in another process.
+
+
+class Inquiries(Intake):
+    """The engine as handles see it."""
+
+    async def get(self, id: bytes) -> JobRow | None:
+        found = await self.memory_store.get([id])
+        if not found and self.durable is not None:
+            if id in self.crew.running:
+                return self.crew.running[id].row
+            found = [self.crew.known(row) for row in await self.durable.store.get([id])]
+        return found[0] if found else None
 
     def settings_for(self, row: JobRow) -> Settings:
         if row.settings is None:
@@ -3358,13 +3265,56 @@ class Engine:
                 f"job {id_text(row.id)} runs in another process and keeps no result: set result_ttl to read it from here"
             )
 
-    async def get(self, id: bytes) -> JobRow | None:
-        found = await self.memory_store.get([id])
-        if not found and self.durable is not None:
-            if id in self.crew.running:
-                return self.crew.running[id].row
-            found = [self.crew.known(row) for row in await self.durable.store.get([id])]
-        return found[0] if found else None
+    async def cancel(self, row: JobRow, reason: str = "cancelled on request") -> bool:
+        job = self.crew.running.get(row.id)
+        if job is not None and job.task is not None:
+            job.stop("cancel")
+            await asyncio.wait({job.task})
+            return row.state is State.CANCELLED
+        if row.finished is not None or self.phase == "stopped":
+            return False
+        settings, now = self.settings_for(row), self.clock.time()
+        keep_until = None if settings.failure_ttl == math.inf else later(now, settings.failure_ttl)
+        store = self.require_durable().store if row.durable else self.memory_store
+        state = (await store.cancel([row.id], reason, keep_until, now)).get(row.id)
+        if state is State.CANCELLED:
+            row.state, row.reason, row.finished = State.CANCELLED, row.reason or reason, now
+            self.crew.tell(row)
+            self._room_freed()
+        elif state is State.RUNNING:
+            await self._wait_for_stranger(row)
+        return row.state is State.CANCELLED
+
+    async def _wait_for_stranger(self, row: JobRow) -> None:
+        """Until a job that was told to stop has done so, in whatever process it runs."""
+        while row.finished is None and self.phase != "stopped":
+            found = await self.require_durable().store.get([row.id])
+            if not found:
+                return
+            if self.crew.known(found[0]).state is not State.RUNNING:
+                return
+            await asyncio.sleep(POLL)
+
+    async def requeue(self, ids: Sequence[bytes]) -> int:
+        now = self.clock.time()
+        again = list(await self.memory_store.requeue(ids, now))
+        if self.durable is not None:
+            again += await self.durable.store.requeue(ids, now)
+        for row in await self.durable.store.get([id for id in again if id in self.crew.live]) if self.durable else ():
+            self.crew.known(row, again=True)
+        for tier in self.crew.tiers:
+            tier.wake.set()
+        return len(again)
+
+    async def stats(self, schedules: Sequence[Schedule]) -> Stats:
+        now = self.clock.time()
+        counts = list(await self.memory_store.counts(now))
+        spawned = Counter(self.spawned.values())
+        counts += [Count("default", name, State.RUNNING, False, n) for name, n in sorted(spawned.items())]
+        if self.durable is not None:
+            counts += await self.durable.store.counts(now)
+        unknown = {c.task for c in counts if c.durable and c.state is State.PENDING and c.task not in self.handlers}
+        return Stats(tuple(counts), tuple(sorted(unknown)), tuple(schedule.stats() for schedule in schedules))
 
     async def promote(self, rows: Sequence[JobRow]) -> list[JobRow]:
         """Move pending best-effort jobs into the table, whatever becomes of the caller; answers those that are stored now.
@@ -3412,18 +3362,81 @@ class Engine:
         self._room_freed()
         return promoted
 
-    async def requeue(self, ids: Sequence[bytes]) -> int:
-        now = self.clock.time()
-        again = list(await self.memory_store.requeue(ids, now))
-        if self.durable is not None:
-            again += await self.durable.store.requeue(ids, now)
-        for row in await self.durable.store.get([id for id in again if id in self.crew.live]) if self.durable else ():
-            self.crew.known(row, again=True)
-        for tier in self.crew.tiers:
-            tier.wake.set()
-        return len(again)
 
-    # quiet
+# ── 25. Engine: from start to stop ────────────────────────────────────────────────────────────────────────────────────
+# Opens the store, begins the loops, and takes everything down again on the one path that there is.
+
+EXTRA: Final = 2.0  # seconds for `finally` blocks after the grace
+PROGRESS: Final = 5.0  # seconds between the lines that say what a shutdown waits for
+
+
+class Engine(Inquiries):
+    """One run of a TinyQ."""
+
+    async def start(self, schedules: Sequence[Schedule]) -> None:
+        """Open the store, begin the loops. On an error nothing is left behind."""
+        if self.config.db is not None:
+            self.durable_store = SQLiteStore(self.config.db, self.config.namespace, self.config.synchronous)
+            await self.durable_store.open()
+            self.durable = Tier(self.durable_store, True, self.durable_tasks, asyncio.Event(), claiming=self.config.worker)
+            self.crew.tiers.append(self.durable)
+        for handler in self.handlers.values():
+            self.learn(handler)
+        for tier in self.crew.tiers:
+            self._begin_tier(tier)
+        self._begin("timeouts", self.crew.deadlines, self.crew.deadline_wake)
+        for schedule in schedules:
+            self.add_schedule(schedule)
+        facts = self.durable_store.facts if self.durable_store else {"path": "none, best-effort jobs only"}
+        log.info(
+            "tinyq %s started: worker %s, %s, %d tasks, %d schedules, database %s",
+            __version__, self.worker, "claims jobs" if self.config.worker else "claims no durable jobs",
+            len(self.handlers), len(schedules), ", ".join(f"{name} {value}" for name, value in facts.items()),
+        )  # fmt: skip
+
+    def _begin_tier(self, tier: Tier) -> None:
+        name = "durable" if tier.durable else "best-effort"
+        self.schedulers[tier.durable] = Scheduler(tier, self._occurrence)
+        self._begin(f"{name} schedules", self.schedulers[tier.durable].step, self.schedulers[tier.durable].wake)
+        self._begin(f"{name} claims", functools.partial(self._claim, tier), tier.wake)
+        upkeep = self.crew.leases if tier.durable else self.crew.retention
+        self._begin(f"{name} upkeep", functools.partial(upkeep, tier), asyncio.Event(), self.config.lease / 4)
+
+    def _begin(self, name: str, step: Step, wake: asyncio.Event, longest: float = 15.0) -> None:
+        loop = drive(name, step, wake, self.clock, self.stopped, longest)
+        self._wakes.append(wake)
+        self._loops.append(self.loop.create_task(loop, name=f"tinyq {name}", context=contextvars.Context()))
+
+    async def _claim(self, tier: Tier, now: int) -> float:
+        seconds = await self.crew.claim(tier, now)
+        if not tier.durable:
+            self._room_freed()
+        return seconds
+
+    def add_schedule(self, schedule: Schedule) -> None:
+        shared = self.durable is not None and not schedule.per_process
+        if shared and not self.config.worker:
+            log.info("schedule %s is left to the processes that claim durable jobs", schedule.handler.name)
+            return
+        if not shared and self.config.queues.get(self.settings(schedule.handler).queue) == 0:
+            log.warning("schedule %s is not run here: its queue has 0 slots", schedule.handler.name)
+            return
+        if not shared and not schedule.per_process and not self._warned and several_workers():
+            self._warned = True
+            log.warning(
+                "schedule %s: this looks like one of several server processes, and without a database each fires it; "
+                "give db=…, or per_process=True if that is meant", schedule.handler.name,
+            )  # fmt: skip
+        self.schedulers[shared].add(schedule, self.clock.time())
+
+    def _occurrence(self, schedule: Schedule, fire_time: int, now: int) -> JobRow:
+        handler = schedule.handler
+        durable = self.durable is not None and not schedule.per_process
+        settings = self.settings(handler)._replace(durable=durable, key=None, run_at=None)
+        row = self.make_row(handler, handler.name, settings, ((), {}), {})
+        row.context, row.schedule, row.fire_time = None, handler.name, fire_time
+        row.run_at = later(fire_time, settings.delay)
+        return row
 
     def quiesce(self) -> None:
         """No claim of a durable job and no firing from this loop turn on."""
@@ -3445,22 +3458,13 @@ class Engine:
     async def _start_due(self) -> bool:
         """Start what is due here. False if that is nothing, so that all is quiet."""
         now, before = self.clock.time(), self.crew.activity
-        for tier in (self.memory, *([self.durable] if self.durable else ())):
-            await self._claim(tier, now)
+        try:
+            for tier in (self.memory, *([self.durable] if self.durable else ())):
+                await self._claim(tier, now)
+        except StoreBusy:
+            return True
         firing = any(scheduler.is_due(now) for scheduler in self.schedulers.values())
         return firing or before != self.crew.activity or self.crew.claims_under_way or bool(self.crew.running)
-
-    async def stats(self, schedules: Sequence[Schedule]) -> Stats:
-        now = self.clock.time()
-        counts = list(await self.memory_store.counts(now))
-        spawned = Counter(self.spawned.values())
-        counts += [Count("default", name, State.RUNNING, False, n) for name, n in sorted(spawned.items())]
-        if self.durable is not None:
-            counts += await self.durable.store.counts(now)
-        unknown = {c.task for c in counts if c.durable and c.state is State.PENDING and c.task not in self.handlers}
-        return Stats(tuple(counts), tuple(sorted(unknown)), tuple(schedule.stats() for schedule in schedules))
-
-    # stop
 
     async def stop(self, grace: float) -> None:
         """The one way down. A second call joins the first and can only shorten its grace."""
@@ -3471,7 +3475,7 @@ class Engine:
             return
         self.phase = "stopping"
         self.quiesce()
-        self._stopping = self.loop.create_task(self._shut_down(grace), name="tinyq stop", context=contextvars.Context())
+        self._stopping = self.loop.create_task(self._shut_down(), name="tinyq stop", context=contextvars.Context())
         with on_signals(self._hurry, chain=True):
             try:
                 await asyncio.shield(self._stopping)
@@ -3486,10 +3490,10 @@ class Engine:
         self._grace_ends = 0.0
         self.crew.idle.set()
 
-    async def _shut_down(self, grace: float) -> None:
+    async def _shut_down(self) -> None:
         for wake in (*self._wakes, *self._room):
             wake.set()
-        await self._wait_for_jobs(grace)
+        await self._wait_for_jobs()
         self.memory.claiming = False
         stuck = await self._cancel_jobs()
         self.crew.closing.set()
@@ -3512,7 +3516,7 @@ class Engine:
         await self.crew.threads.close()
         log.info("tinyq stopped%s", f"; still running: {', '.join(stuck)}" if stuck else "")
 
-    async def _wait_for_jobs(self, grace: float) -> None:
+    async def _wait_for_jobs(self) -> None:
         """Until the running and the due best-effort jobs have ended, or the grace has."""
         began = self.clock.monotonic()
         told = began - PROGRESS
@@ -3565,13 +3569,12 @@ class Engine:
         """Promote the best-effort jobs that were not started; report by name those that are lost."""
         pending = await self.memory_store.list(State.PENDING, limit=sys.maxsize)
         wanted = [row for row in pending if self._may_promote(row)]
-        promoted: list[JobRow] = []
         if wanted:
             try:
-                promoted = await self.promote(wanted)
+                await self.promote(wanted)
             except Exception as error:
                 log.error("%d best-effort jobs cannot be promoted: %s", len(wanted), error_text(error))
-        lost = [row for row in pending if row not in promoted]
+        lost = [row for row in pending if row.state is State.PENDING and not row.durable]
         if lost:
             names = Counter(row.task for row in lost)
             log.error("best-effort jobs lost at shutdown: %s", ", ".join(f"{name} ×{n}" for name, n in sorted(names.items())))
@@ -3588,15 +3591,6 @@ class Engine:
         return wish == "interrupted" or (bool(wish) and row.interruptions == 0)
 
 
-async def contained(coro: Coroutine[Any, Any, T]) -> T:
-    """A spawned coroutine that cannot take the event loop down by SystemExit or KeyboardInterrupt."""
-    _tracked.set(True)
-    try:
-        return await coro
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise JobFailed(type(error).__qualname__, str(error)) from error
-
-
 def several_workers() -> bool:
     """Whether this process seems to be one of several that serve the same application."""
     if os.environ.get("WEB_CONCURRENCY", "1") not in ("", "1") or "gunicorn" in os.environ.get("SERVER_SOFTWARE", ""):
@@ -3605,7 +3599,7 @@ def several_workers() -> bool:
     return multiprocessing is not None and multiprocessing.parent_process() is not None
 
 
-# ── 19. Job handle ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── 26. Job handle ────────────────────────────────────────────────────────────────────────────────────────────────────
 # What `enqueue` and `get` answer. Never None: a handle, or an error.
 
 
@@ -3709,7 +3703,7 @@ class Job(Generic[R_co]):
         return bool(await self._engine.promote([row]))
 
 
-# ── 20. Tasks ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── 27. Tasks ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 # What a decorated function becomes: callable as before, and able to enqueue itself with its own typed signature.
 
 
@@ -3775,7 +3769,7 @@ class Decorator(Protocol):
     def __call__(self, fn: Callable[P, R], /) -> Task[P, R, R]: ...
 
 
-# ── 21. TinyQ ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── 28. TinyQ ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 # The object behind everything: registration at any time, an engine between start and stop.
 
 
@@ -4134,7 +4128,7 @@ def warn_if_never_started(q: weakref.ref[TinyQ]) -> None:
         log.warning("%d schedule%s registered, and tinyq was never started: nothing ran", n, "" if n == 1 else "s")
 
 
-# ── 22. Default instance ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── 29. Default instance ──────────────────────────────────────────────────────────────────────────────────────────────
 # The functions of the module are the methods of one TinyQ, which `configure`, `lifespan` or the environment sets up.
 
 _default: Final = TinyQ()
