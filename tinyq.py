@@ -557,6 +557,7 @@ class Handler:
     most: float
     options: Mapping[str, Any] = field(default_factory=dict)
     promote: Promote | None = None
+    settings: Settings | None = None  # of a call without options of its own, once that has been asked
 
 
 class Room(NamedTuple):
@@ -3036,7 +3037,6 @@ class Intake:
         self.loop = asyncio.get_running_loop()
         self.config = config
         self.clock = config.clock
-        self._settings: dict[Handler | None, Settings] = {}
         self.worker = f"{config.worker_name or socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
         self.phase: Literal["running", "stopping", "stopped"] = "running"
         self.handlers = handlers
@@ -3063,12 +3063,11 @@ class Intake:
 
     def settings(self, handler: Handler | None) -> Settings:
         """The options of a call that sets none of its own."""
-        found = self._settings.get(handler)
-        if found is None:
-            found = resolve(self.config, handler, {})
-            if handler is None or handler.registered:
-                self._settings[handler] = found
-        return found
+        if handler is None:
+            return resolve(self.config, None, {})
+        if handler.settings is None:
+            handler.settings = resolve(self.config, handler, {})
+        return handler.settings
 
     def settings_of(self, row: JobRow, handler: Handler) -> Settings:
         """All options of a stored job: the defaults, its task's, and what its enqueue said about the run."""
@@ -3381,6 +3380,7 @@ class Engine(Inquiries):
             self.durable = Tier(self.durable_store, True, self.durable_tasks, asyncio.Event(), claiming=self.config.worker)
             self.crew.tiers.append(self.durable)
         for handler in self.handlers.values():
+            handler.settings = None  # another run's configuration may have been another
             self.learn(handler)
         for tier in self.crew.tiers:
             self._begin_tier(tier)
@@ -4047,6 +4047,7 @@ class TinyQ:
         self._starting = True
         try:
             config = configure_from({**self._environment(), **self._given})
+            self._bare.cache_clear()
             engine = Engine(config, self._handlers)
             await engine.start(self._schedules)
         except BaseException:
