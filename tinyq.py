@@ -2019,6 +2019,14 @@ def store_error(error: BaseException, path: str) -> BaseException:
 # The verbs over the owner. Writes queue up for one task; reads have a connection of their own and see what is committed.
 
 
+def file_identity(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 async def joined(threads: Sequence[threading.Thread], busy: int = 0) -> None:
     """Wait for threads that were told to end and have nothing left to do, but for so many; at most a second."""
     for _ in range(1_000):
@@ -2037,6 +2045,7 @@ class SQLiteStore:
         self._synchronous = synchronous
         self._writer: aiosqlite.Connection | None = None
         self._reader: aiosqlite.Connection | None = None
+        self._identity: tuple[int, int] | None = None
         self._threads: list[threading.Thread] = []
         self._waiting: list[Op] = []
         self._latest = math.inf
@@ -2051,6 +2060,7 @@ class SQLiteStore:
             options: dict[str, Any] = {"isolation_level": None, "timeout": 0, "factory": connection_class()}
             self._writer = await self._connect(aiosqlite.connect(self.path, **options))
             self.facts = await self._hop(self._writer, lambda db: prepare(db, self.path, self._synchronous))
+            self._identity = await self._hop(self._writer, lambda db: file_identity(self.path))
             self._reader = await self._connect(aiosqlite.connect(self.path, **options))
             await self._hop(self._reader, lambda db: db.execute("PRAGMA query_only = ON"))
         except BaseException as error:
@@ -2155,8 +2165,7 @@ class SQLiteStore:
             while self._waiting:
                 ops, self._waiting = self._waiting[:GROUP], self._waiting[GROUP:]
                 ops = [op for op in ops if not op.future.cancelled()]
-                unit = functools.partial(run_unit, ops=ops)
-                await self._hop(writer, unit)
+                await self._hop(writer, functools.partial(self._run_unit, ops=ops))
                 self._answer(ops)
         except BaseException as error:
             self._answer(ops + self._waiting, error)
@@ -2165,6 +2174,11 @@ class SQLiteStore:
                 raise
         finally:
             self._flushing = None
+
+    def _run_unit(self, db: sqlite3.Connection, ops: Sequence[Op]) -> None:
+        if file_identity(self.path) != self._identity:  # what is written to a deleted file is gone with the process
+            raise StoreError(f"{self.path} was deleted or replaced while it was open: put it back, or restart to make a new one")
+        run_unit(db, ops)
 
     def _answer(self, ops: Sequence[Op], failure: BaseException | None = None) -> None:
         again = []

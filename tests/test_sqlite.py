@@ -980,3 +980,21 @@ async def test_the_work_of_a_claim_does_not_grow_with_other_jobs(path: str, kind
 
     few, many = work(20), work(2_000)
     assert many < 2 * few
+
+
+# the file, under the hands of others
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["deleted", "replaced"])
+async def test_a_file_that_is_no_longer_there_takes_no_more_jobs(path: str, tmp_path: Path, replaced: bool) -> None:
+    async with TinyQ(path, worker=False) as q:
+        await q.enqueue("send", 1, durable=True)
+        Path(path).rename(tmp_path / "moved")
+        if replaced:
+            Path(path).touch()
+        with pytest.raises(StoreError, match="deleted or replaced"):
+            await q.enqueue("send", 2, durable=True)
+        Path(tmp_path / "moved").rename(path)  # put back, it goes on
+        await q.enqueue("send", 3, durable=True)
+    with closing(sqlite3.connect(path)) as db:
+        assert [payload for (payload,) in db.execute("SELECT payload FROM tinyq_jobs ORDER BY seq")] == ["[[1],{}]", "[[3],{}]"]
