@@ -2738,18 +2738,19 @@ class Crew:
                 if waiting.waits_for_room:
                     waiting.waits_for_room = False
                     waiting.wake.set()
+        back = [row for row in claimed.rows if row.id in self.running]  # lost the lease here, and the thread has not ended yet
         for row in claimed.rows:
-            if row.id in self.running:  # lost its lease here, came back, and its thread has not ended yet
-                await self._hand_back(tier, row)
-            else:
+            if row not in back:
                 self._start(tier, row)
+        if back:
+            await tier.store.settle([decide(row, Outcome("unstarted", delay=1.0), Settings(), now) for row in back], now)
         due = math.inf if claimed.next_at is None else max(0.0, (claimed.next_at - now) / 1e6)
         return min(due, POLL) if tier.durable else due
 
     def _start(self, tier: Tier, row: JobRow) -> None:
         if tier.durable:
             row = self.known(row)
-        handler = row.handler or self.handlers[row.task]
+        handler = self.handlers[row.task] if tier.durable else row.handler or self.handlers[row.task]
         refused = None
         try:
             row.handler, row.settings = handler, row.settings or self._settings_of(row, handler)
@@ -2766,10 +2767,6 @@ class Crew:
             self.deadline_wake.set()
         if self._watch is None:
             self._watch_loop(first=True)
-
-    async def _hand_back(self, tier: Tier, row: JobRow) -> None:
-        now = self._clock.time()
-        await tier.store.settle([decide(row, Outcome("unstarted", delay=1.0), Settings(), now)], now)
 
     @property
     def claims_under_way(self) -> bool:
