@@ -2724,8 +2724,8 @@ class Crew:
         """Take what is due and fits, and start it."""
         if not tier.claiming or self._slots.full():
             return math.inf  # a slot that comes free wakes both tiers
-        if self._slots.lent:
-            tier.waits_for_room = True
+        if self._slots.lent and any(other.durable and other.claiming for other in self.tiers):
+            tier.waits_for_room = True  # (once that tier is closed, what its last claim still brings is handed back)
             return math.inf
         room = self._slots.room(tier.tasks)
         self._slots.lent = tier.durable  # the memory store answers at once; while a database thinks, the room is its
@@ -3195,10 +3195,11 @@ class Intake:
             raise QueueFull(f"{self.config.max_pending:,} spawned tasks are running (max_pending): spawn fewer at a time")
         task = self.loop.create_task(contained(coro), name=name or getattr(coro, "__qualname__", None), context=context)
         self.spawned[task] = task.get_name()
-        task.add_done_callback(self._spawned_ended)
+        task.add_done_callback(functools.partial(self._spawned_ended, coro))
         return task
 
-    def _spawned_ended(self, task: asyncio.Task[Any]) -> None:
+    def _spawned_ended(self, coro: Coroutine[Any, Any, Any], task: asyncio.Task[Any]) -> None:
+        coro.close()  # cancelled before its first turn it never began
         name = self.spawned.pop(task)
         if not self.spawned:
             self.crew.idle.set()

@@ -1,9 +1,78 @@
 """Fixtures that several files use."""
 
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, Unpack
+
 import pytest
 from clock import FakeClock
+from fleet import Fleet
+from helpers import Open, stopped_at_once
+
+import tinyq
+from tinyq import TinyQ
+
+OpenAt = Callable[..., Coroutine[Any, Any, TinyQ]]
 
 
 @pytest.fixture
 def clock() -> FakeClock:
     return FakeClock()
+
+
+@pytest.fixture(params=[False, True], ids=["best-effort", "durable"])
+def durable(request: pytest.FixtureRequest) -> bool:
+    """The tier under test."""
+    return bool(request.param)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "jobs.db"
+
+
+@pytest.fixture
+def db(durable: bool, file: Path) -> Path | None:
+    """The database of the tier under test: none for the best-effort one."""
+    return file if durable else None
+
+
+@pytest.fixture
+async def open_at(clock: FakeClock) -> AsyncIterator[OpenAt]:
+    """Starts TinyQs; stops them afterwards, whatever still runs in them."""
+    opened: list[TinyQ] = []
+
+    async def open_at(db: Path | None, **options: Unpack[tinyq.Configuration]) -> TinyQ:
+        options.setdefault("clock", clock)
+        q = TinyQ(db, **options)
+        await q.start()
+        opened.append(q)
+        return q
+
+    yield open_at
+    for q in opened:
+        await stopped_at_once(q, clock)
+
+
+@pytest.fixture
+def open_file(open_at: OpenAt, file: Path) -> Open:
+    """Starts TinyQs on one file."""
+    return functools.partial(open_at, file)
+
+
+@pytest.fixture
+def open_q(open_at: OpenAt, db: Path | None) -> Open:
+    """Starts TinyQs of the tier under test."""
+    return functools.partial(open_at, db)
+
+
+@pytest.fixture
+async def q(open_q: Open) -> TinyQ:
+    return await open_q()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    with Fleet(tmp_path) as made:
+        yield made

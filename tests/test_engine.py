@@ -6,13 +6,14 @@ import math
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta, timezone
 from pathlib import Path
-from typing import Any, Protocol, Unpack
+from typing import Any
 
 import pytest
 from clock import FakeClock
+from helpers import Open, eventually
 
 import tinyq
 from tinyq import (
@@ -35,19 +36,6 @@ from tinyq import (
 ENDED = (State.DONE, State.DEAD, State.CANCELLED)
 
 
-class Open(Protocol):
-    async def __call__(self, **options: Unpack[tinyq.Configuration]) -> TinyQ: ...
-
-
-async def eventually(condition: Callable[[], object], clock: FakeClock | None = None, step: float = 0.05) -> None:
-    """Return as soon as the condition holds; with a clock, let its time pass meanwhile."""
-    async with asyncio.timeout(20):
-        while not condition():
-            if clock is not None:
-                await clock.advance(step)
-            await asyncio.sleep(0.001)
-
-
 async def ended(job: Job[Any], clock: FakeClock | None = None, step: float = 0.05) -> Job[Any]:
     await eventually(lambda: job.status in ENDED, clock, step)
     return job
@@ -63,64 +51,6 @@ async def not_found(q: TinyQ, id: str, clock: FakeClock) -> None:
                 return
             await clock.advance(1)
             await asyncio.sleep(0.001)
-
-
-@pytest.fixture(params=[False, True], ids=["best-effort", "durable"])
-def durable(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return tmp_path / "jobs.db"
-
-
-@pytest.fixture
-async def open_file(file: Path, clock: FakeClock) -> AsyncIterator[Open]:
-    """Starts TinyQs on one file; stops them afterwards, whatever still runs in them."""
-    opened: list[TinyQ] = []
-
-    async def open_file(**options: Unpack[tinyq.Configuration]) -> TinyQ:
-        options.setdefault("clock", clock)
-        q = TinyQ(file, **options)
-        await q.start()
-        opened.append(q)
-        return q
-
-    yield open_file
-    for q in opened:
-        stopping = asyncio.create_task(q.stop(grace=0))
-        await asyncio.wait({stopping}, timeout=0.5)  # threads write outcomes while this clock stands still
-        await eventually(stopping.done, clock, 0.5)
-        await stopping
-
-
-@pytest.fixture
-async def open_q(durable: bool, open_file: Open, clock: FakeClock) -> AsyncIterator[Open]:
-    """Starts a TinyQ of the tier under test: without a file for the best-effort one."""
-    if durable:
-        yield open_file
-        return
-    opened: list[TinyQ] = []
-
-    async def open_q(**options: Unpack[tinyq.Configuration]) -> TinyQ:
-        options.setdefault("clock", clock)
-        q = TinyQ(**options)
-        await q.start()
-        opened.append(q)
-        return q
-
-    yield open_q
-    for q in opened:
-        stopping = asyncio.create_task(q.stop(grace=0))
-        await asyncio.wait({stopping}, timeout=0.5)  # threads write outcomes while this clock stands still
-        await eventually(stopping.done, clock, 0.5)
-        await stopping
-
-
-@pytest.fixture
-async def q(open_q: Open) -> TinyQ:
-    return await open_q()
 
 
 class Gate:

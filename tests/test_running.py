@@ -8,6 +8,7 @@ import gc
 import itertools
 import logging
 import math
+import re
 import signal
 import sqlite3
 import subprocess
@@ -16,65 +17,18 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Protocol, Unpack
+from typing import Any
 
 import pytest
 from clock import EPOCH, FakeClock
+from helpers import Open, eventually
 
 import tinyq
 from tinyq import Cancel, JobCancelled, JobFailed, JobNotFound, NoResult, Retry, RetryAfter, Snooze, State, TinyQ
-
-
-class Open(Protocol):
-    async def __call__(self, **options: Unpack[tinyq.Configuration]) -> TinyQ: ...
-
-
-async def eventually(condition: Callable[[], object], clock: FakeClock | None = None, step: float = 0.05) -> None:
-    """Return as soon as the condition holds; with a clock, let its time pass meanwhile."""
-    async with asyncio.timeout(20):
-        while not condition():
-            if clock is not None:
-                await clock.advance(step)
-            await asyncio.sleep(0.001)
-
-
-@pytest.fixture(params=[False, True], ids=["best-effort", "durable"])
-def durable(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
-@pytest.fixture
-def db(durable: bool, tmp_path: Path) -> Path | None:
-    return tmp_path / "jobs.db" if durable else None
-
-
-@pytest.fixture
-async def open_q(db: Path | None, clock: FakeClock) -> AsyncIterator[Open]:
-    """Starts a TinyQ of the tier under test; stops it afterwards, whatever still runs in it."""
-    opened: list[TinyQ] = []
-
-    async def open_q(**options: Unpack[tinyq.Configuration]) -> TinyQ:
-        options.setdefault("clock", clock)
-        q = TinyQ(db, **options)
-        await q.start()
-        opened.append(q)
-        return q
-
-    yield open_q
-    for q in opened:
-        stopping = asyncio.create_task(q.stop(grace=0))
-        await asyncio.wait({stopping}, timeout=0.5)  # threads write outcomes while this clock stands still
-        await eventually(stopping.done, clock, 0.5)
-        await stopping
-
-
-@pytest.fixture
-async def q(open_q: Open) -> TinyQ:
-    return await open_q()
 
 
 @pytest.fixture
@@ -954,6 +908,8 @@ async def test_an_async_job_that_blocks_the_loop_is_warned_about_by_name(
     [warning] = caplog.records
     assert warning.levelno == logging.WARNING
     assert blocks.name in warning.getMessage()
+    [seconds] = re.findall(r"blocked for (\d+\.\d) s", warning.getMessage())
+    assert float(seconds) > 1
 
 
 async def test_context_variables_reach_best_effort_jobs_each_with_a_copy_of_its_own(clock: FakeClock) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import pytest
 from clock import EPOCH, FakeClock
+from helpers import eventually, stopped_at_once
 
 import tinyq
 from tinyq import DuplicateTask, ScheduleStats, TinyQ
@@ -19,25 +20,6 @@ NOON = datetime.fromisoformat("2026-01-01T12:00:00+00:00")
 
 class Open(Protocol):
     async def __call__(self, register: Callable[[TinyQ], object], *, worker: bool = True) -> TinyQ: ...
-
-
-async def eventually(condition: Callable[[], object], clock: FakeClock | None = None, step: float = 0.05) -> None:
-    """Return as soon as the condition holds; with a clock, let its time pass meanwhile."""
-    async with asyncio.timeout(20):
-        while not condition():
-            if clock is not None:
-                await clock.advance(step)
-            await asyncio.sleep(0.001)
-
-
-@pytest.fixture(params=[False, True], ids=["no database", "database"])
-def durable(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
-@pytest.fixture
-def db(durable: bool, tmp_path: Path) -> Path | None:
-    return tmp_path / "jobs.db" if durable else None
 
 
 @pytest.fixture
@@ -54,14 +36,7 @@ async def open_q(db: Path | None, clock: FakeClock) -> AsyncIterator[Open]:
 
     yield open_q
     for q in opened:
-        await stopped(q, clock)
-
-
-async def stopped(q: TinyQ, clock: FakeClock) -> None:
-    stopping = asyncio.create_task(q.stop(grace=0))
-    await asyncio.wait({stopping}, timeout=0.5)  # threads write outcomes while this clock stands still
-    await eventually(stopping.done, clock, 0.5)
-    await stopping
+        await stopped_at_once(q, clock)
 
 
 class Ticks:
@@ -124,7 +99,7 @@ async def test_fire_times_do_not_drift(clock: FakeClock) -> None:
     q = await run(clock, ticks, 1, 300)
     assert ticks.starts == [float(n) for n in range(1, 301)]
     assert ticks.fire_times == ticks.starts
-    await stopped(q, clock)
+    await stopped_at_once(q, clock)
 
 
 async def test_a_fire_time_is_skipped_and_counted_while_the_last_run_is_not_over() -> None:
@@ -134,7 +109,7 @@ async def test_a_fire_time_is_skipped_and_counted_while_the_last_run_is_not_over
     assert ticks.starts == [2, 6, 10]
     stats = await schedule_stats(q)
     assert (stats.fired, stats.skipped, stats.missed) == (3, 3, 0)
-    await stopped(q, clock)
+    await stopped_at_once(q, clock)
 
 
 @pytest.mark.parametrize(
@@ -449,11 +424,6 @@ async def test_a_schedule_starts_again_with_its_tinyq_and_fires_once_a_fire_time
 # With a database: once for all processes
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    return tmp_path / "jobs.db"
-
-
 async def two(file: Path, clock: FakeClock, ticks: Ticks, **options: Any) -> list[TinyQ]:
     both = [TinyQ(file, clock=clock), TinyQ(file, clock=clock)]
     for q in both:
@@ -503,7 +473,7 @@ async def test_a_run_in_one_process_makes_the_other_skip(file: Path, clock: Fake
     both = await two(file, clock, ticks)
     await eventually(lambda: ticks.ended == 2, clock, 0.5)
     for q in both:
-        await stopped(q, clock)
+        await stopped_at_once(q, clock)
     assert all(later - earlier >= 25 for earlier, later in zip(ticks.starts, ticks.starts[1:], strict=False))
     assert ticks.fire_times[0] == 10
     assert ticks.fire_times[1] >= 40

@@ -1,4 +1,4 @@
-"""One process of a fleet, for test_processes.py: `python member.py DB MARKS WISHES`, the last as JSON.
+"""One process of a fleet, for fleet.py: `python member.py DB MARKS WISHES`, the last as JSON.
 
 It works until its standard input ends, so that it cannot outlive whoever started it, and notes what it does in MARKS.
 """
@@ -43,6 +43,15 @@ async def hangs_once(n: int) -> None:
         await asyncio.Event().wait()
 
 
+async def hangs_until_told(n: int) -> None:
+    mark("hangs_until_told", n, tinyq.current_job().attempt)
+    if tinyq.current_job().attempt == 1:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            mark("told", n)
+
+
 async def fails_once(n: int) -> None:
     mark("fails_once", n, tinyq.current_job().attempt, time.time_ns() // 1000)
     if tinyq.current_job().attempt == 1:
@@ -53,6 +62,12 @@ async def long(seconds: float) -> None:
     mark("long", "began")
     await asyncio.sleep(seconds)
     mark("long", "ended")
+
+
+async def blocks(seconds: float) -> None:
+    mark("blocks", "began")
+    time.sleep(seconds)  # noqa: ASYNC251 - the fault itself
+    mark("blocks", "ended")
 
 
 async def tick() -> None:
