@@ -20,13 +20,13 @@ Contents
      1. Imports and surface
      2. Errors and signals
      3. Vocabulary: what users pass
-     4. Vocabulary: what users get
+     4. Vocabulary: counts
      5. Vocabulary: what travels inside
      6. Time
      7. Payload
-     8. Options and handlers
+     8. Options of a job
      9. Options of a TinyQ
-    10. Handlers
+    10. Handlers, and the options of a call
     11. Store contract
     12. Memory store
     13. SQLite store: schema and statements
@@ -157,7 +157,7 @@ class KeyConflict(TinyQError):
 
 
 class UnknownTask(TinyQError, LookupError):
-    """A best-effort job names a task that is not registered here."""
+    """A best-effort job names a task that is not registered here, or a Task belongs to another TinyQ."""
 
 
 class DuplicateTask(TinyQError, ValueError):
@@ -209,11 +209,11 @@ class JobNotFound(JobError, LookupError):
     """No job with this id: it never was, or it has finished and was not kept."""
 
 
-class Signal(Exception):
+class Steering(Exception):
     """Base of what a handler may raise to steer its own job."""
 
 
-class Snooze(Signal):
+class Snooze(Steering):
     """Come back in `seconds` (float or timedelta, not negative). Uses no attempt; at most 10,000 times a job."""
 
     def __init__(self, seconds: float | timedelta) -> None:
@@ -221,7 +221,7 @@ class Snooze(Signal):
         super().__init__(f"snoozed for {self.seconds:g} s")
 
 
-class RetryAfter(Signal):
+class RetryAfter(Steering):
     """This attempt failed; if attempts are left, the next one starts in `seconds` instead of after the backoff."""
 
     def __init__(self, seconds: float | timedelta, reason: str = "") -> None:
@@ -229,7 +229,7 @@ class RetryAfter(Signal):
         super().__init__(reason or f"asked to be retried after {self.seconds:g} s")
 
 
-class Cancel(Signal):
+class Cancel(Steering):
     """Stop this job for good. It ends as cancelled, which is not a failure."""
 
     def __init__(self, reason: str = "") -> None:
@@ -249,8 +249,8 @@ def duration(value: object, name: str, *, zero: bool = True, infinite: bool = Fa
     if isinstance(value, int) and abs(value) > 10**300:
         raise ValueError(f"{name} is a number of {value.bit_length()} bits: give seconds")
     if math.isnan(value) or value < 0 or (value == 0 and not zero) or (math.isinf(value) and not infinite):
-        wanted = "not negative" if zero else "greater than zero"
-        raise ValueError(f"{name} is {value!r}: it must be {wanted}{'' if infinite else ' and finite'}")
+        wanted = "not be negative" if zero else "be greater than zero"
+        raise ValueError(f"{name} is {value!r}: it must {wanted}{'' if infinite else ', and be finite'}")
     return float(value)
 
 
@@ -310,6 +310,8 @@ class Retry:
             raise ValueError(f"Retry.max_attempts is {starts!r}: it counts all starts, so it is 1 or more (1: never retry)")
         fix("base", duration(self.base, "Retry.base"))
         fix("cap", duration(self.cap, "Retry.cap", infinite=True))
+        if isinstance(self.factor, bool) or not isinstance(self.factor, (int, float)):
+            raise TypeError(f"Retry.factor is {self.factor!r}: give a number")
         fix("factor", duration(self.factor, "Retry.factor", zero=False))
         if isinstance(self.jitter, bool):
             fix("jitter", "equal" if self.jitter else "none")
@@ -413,7 +415,7 @@ class Options(TypedDict, total=False):
     failure_ttl: float | timedelta | None
 
 
-# ── 4. Vocabulary: what users get ─────────────────────────────────────────────────────────────────────────────────────
+# ── 4. Vocabulary: counts ─────────────────────────────────────────────────────────────────────────────────────────────
 # Counts: what `stats` answers. Plain values.
 
 
@@ -478,13 +480,13 @@ class JobRow:
     created: int
     seq: int = 0
     namespace: str = "default"
-    lane: str = ""  # the value of `limit_by`; part of the claim index from the start
+    lane: str = ""  # reserved: part of the claim index from the start
     state: State = State.PENDING
     ready: int | None = None  # why a pending job is or is not claimable, see LATER and its neighbours
     payload: str | None = None
     payload_version: int = 1
     options: str | None = None  # JSON of what `enqueue` overrode for the run itself
-    headers: str | None = None  # JSON for middleware: trace context and the like
+    headers: str | None = None  # reserved
     key: str | None = None
     expires: int | None = None
     schedule: str | None = None
@@ -868,7 +870,7 @@ def traceback_text(error: BaseException) -> str:
         return "(it cannot be shown)"
 
 
-# ── 8. Options and handlers ───────────────────────────────────────────────────────────────────────────────────────────
+# ── 8. Options of a job ───────────────────────────────────────────────────────────────────────────────────────────────
 # What a user may say about a TinyQ, a task and a call, checked at the call, with the way out in the message.
 
 
@@ -970,7 +972,8 @@ class Configuration(TypedDict, total=False):
     lease: seconds for which a worker owns a job before it must renew; a crash is noticed after that. Default 30, at least 0.3.
     synchronous: "full" (default): an acknowledged durable job survives a power cut. "normal": it survives a crash of the
         process, but a power cut may take the last ones along.
-    promote: at shutdown, store best-effort jobs that were not started, if there is a database. Default True.
+    promote: at shutdown, store best-effort jobs that were not started, if there is a database. Default True; "interrupted" also
+        stores those that had to be cancelled.
     worker: False to claim no durable jobs and fire no shared schedules in this process. Default True.
     namespace: services that share a file but not their jobs have different ones. Default "default".
     worker_name: how this process is called in rows and logs; made unique anyway. Default: the host's name.
@@ -1089,7 +1092,7 @@ def from_environment() -> dict[str, Any]:
     return found
 
 
-# ── 10. Handlers ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── 10. Handlers, and the options of a call ───────────────────────────────────────────────────────────────────────────
 # What is known of a callable, and which options hold for a call of it.
 
 
@@ -1106,6 +1109,8 @@ def resolve(config: Config, handler: Handler | None, overrides: Mapping[str, Any
         if "run_at" in level:
             merged.pop("delay", None)
         merged |= level
+    if "on_conflict" in overrides and "key" not in merged:
+        raise ValueError("on_conflict says what to do about a key, and there is none: give key=…")
     return Settings(**merged)
 
 
@@ -1113,6 +1118,11 @@ def make_handler(
     fn: Callable[..., Any], name: str | None = None, options: Mapping[str, Any] | None = None, promote: Promote | None = None
 ) -> Handler:
     """What jobs need to know of a callable. With options (possibly empty) it is a registered task, without a bare one."""
+    if inspect.iscoroutine(fn):
+        fn.close()
+        raise TypeError(
+            f"{fn!r} is not callable but the coroutine of a call: write enqueue(f, 1), not enqueue(f(1)); spawn() takes it"
+        )
     if not callable(fn):
         raise TypeError(f"{fn!r} is not callable: a task is a function, a method, a partial or another callable")
     core = fn
@@ -1133,6 +1143,17 @@ def make_handler(
         text(name, "a task's name"), fn, inspect.iscoroutinefunction(call), options is not None, signature, fewest, most,
         options or {}, promote,
     )  # fmt: skip
+
+
+def misfit_hint(handler: Handler, kwargs: Mapping[str, Any]) -> str:
+    """What was probably meant by a keyword that the handler does not take."""
+    known = handler.signature.parameters if handler.signature else {}
+    for word in kwargs:
+        if word not in known and word in CHECKS:
+            return f"; {word} is an option: write task.options({word}=…).enqueue(…) or tinyq.enqueue(task, …, {word}=…)"
+        if word not in known:
+            return did_you_mean(word, (*known, *CHECKS))
+    return ""
 
 
 def positional_bounds(signature: inspect.Signature | None) -> tuple[float, float]:
@@ -1703,8 +1724,11 @@ def candidates(db: sqlite3.Connection, namespace: str, room: Room) -> list[int]:
         if (most := room.free(queue_name, task_name)) > 0:
             heads += db.execute(LANE_HEADS, (namespace, queue_name, task_name, lane, most))
     if room.fragile > 0:
-        fragile = (head for head in db.execute(FRAGILE_HEADS, (namespace,)) if room.free(head[3], head[4]) > 0)
-        heads += itertools.islice(fragile, room.fragile)
+        best: dict[tuple[str, str], Any] = {}
+        for head in db.execute(FRAGILE_HEADS, (namespace,)):
+            if room.free(head[3], head[4]) > 0:
+                best.setdefault((head[3], head[4]), head)
+        heads += best.values()
     heads.sort(key=lambda head: (-head[0], head[1], head[2]))
     return room.pick((queue_name, task_name, fragile, seq) for _, _, seq, queue_name, task_name, fragile in heads)
 
@@ -1833,7 +1857,7 @@ def prune_rows(db: sqlite3.Connection, now: int, limit: int) -> int:
 # thread; no SQLite call runs on the event loop's thread.
 
 PATIENCE: Final = 10.0  # seconds that a caller waits for the write lock
-CLAIM_PATIENCE: Final = 0.25  # a claim holds free slots back while it waits, and can come again
+CLAIM_PATIENCE: Final = 0.05  # a claim holds free slots back while it waits, and can come again
 GROUP: Final = 1_000  # operations in one unit at most
 
 
@@ -1953,6 +1977,8 @@ def answer_by_look(db: sqlite3.Connection, op: Op) -> bool:
         op.answer = op.look(db) if op.look else None
         op.finished = op.answer is not None
     except Exception as error:
+        if reads_on(db, error):
+            return answer_by_look(db, op)
         op.error, op.finished = error, not is_busy(error)
     return op.finished
 
@@ -2207,6 +2233,20 @@ class SQLiteStore:
 Why = Literal["timeout", "cancel", "shutdown", "lost", "abandoned"]
 
 
+STOP_REASONS: Final[Mapping[Why, str]] = {
+    "timeout": "timed out",
+    "cancel": "cancelled on request",
+    "shutdown": "interrupted by shutdown",
+    "lost": "its lease was lost",
+    "abandoned": "abandoned at shutdown",
+}
+
+
+def label(row: JobRow) -> str:
+    """How a job is called in logs: name, id, attempt; never its arguments."""
+    return f"job {row.task} [{id_text(row.id)}] attempt {row.attempts}"
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Tier:
     """One of the two places jobs live in, and what its claim loop needs. `tasks`: see Room."""
@@ -2312,11 +2352,11 @@ class Threads:
         with self._lock:
             grow = self._idle == 0
             self._idle -= not grow
-        self._work.put((call, future))
-        if grow:
+        if grow:  # before the call is handed over: a thread that cannot be started must not leave it behind
             thread = threading.Thread(target=self._serve, name=f"tinyq-{len(self._threads) + 1}", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
+        self._work.put((call, future))
         return future
 
     def _serve(self) -> None:
@@ -2362,20 +2402,6 @@ async def call_in_thread(job: Running, threads: Threads, call: Callable[[], Any]
 # ── 18. Running one job: the handler ──────────────────────────────────────────────────────────────────────────────────
 # User code is awaited in `call_handler` and nowhere else. Whatever it does (return, raise, time out, be cancelled, call
 # sys.exit) comes back as an Outcome.
-
-
-STOP_REASONS: Final[Mapping[Why, str]] = {
-    "timeout": "timed out",
-    "cancel": "cancelled on request",
-    "shutdown": "interrupted by shutdown",
-    "lost": "its lease was lost",
-    "abandoned": "abandoned at shutdown",
-}
-
-
-def label(row: JobRow) -> str:
-    """How a job is called in logs: name, id, attempt; never its arguments."""
-    return f"job {row.task} [{id_text(row.id)}] attempt {row.attempts}"
 
 
 def prepare_call(job: Running, now: int) -> Outcome | Arguments:
@@ -2432,7 +2458,10 @@ async def call_handler(job: Running, threads: Threads, now: int) -> Outcome:
     except BaseException as raised:
         if isinstance(raised, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             raise  # nothing else catches a Ctrl-C in this process, so this may be one
-        outcome = outcome_of(raised)
+        try:
+            outcome = outcome_of(raised)
+        except Exception:  # a subclass that does not call its parent's constructor, say
+            outcome = Outcome("failed", error=raised)
     finally:
         job.in_handler = False
     from_outside = await swallow_cancellation()
@@ -2468,7 +2497,7 @@ def after_stop(job: Running, outcome: Outcome, from_outside: bool) -> Outcome:
     if job.why in ("lost", "abandoned"):
         return Outcome("dropped", reason=STOP_REASONS[job.why])
     if job.why == "timeout":
-        running = "; thread still running" if not job.handler.is_async else ""
+        running = ", thread still running then" if not job.handler.is_async else ""
         return Outcome("timeout", error=TimeoutError(f"timed out after {job.settings.timeout:g} s{running}"))
     if job.why == "cancel":
         if outcome.kind == "done":
@@ -2489,6 +2518,11 @@ SNOOZES: Final = 10_000
 INTERRUPTIONS: Final = 20
 PARK_FOR: Final = 3600.0  # arguments that do not fit: as long as a rolling deploy may take
 PARK_EVERY: Final = 30.0
+
+
+CARRIED: Final = (
+    "seq", "claim_no", "attempts", "snoozes", "interruptions", "lost", "parked", "error", "traceback",
+)  # fmt: skip
 
 
 def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: random.Random | None = None) -> Settlement:
@@ -2578,11 +2612,6 @@ def settlement(row: JobRow, state: State, run_at: int, keep: bool, changes: Mapp
     )
 
 
-CARRIED: Final = (
-    "seq", "claim_no", "attempts", "snoozes", "interruptions", "lost", "parked", "error", "traceback",
-)  # fmt: skip
-
-
 def report(row: JobRow, outcome: Outcome, change: Settlement) -> None:
     """The log line of an outcome, if it deserves one: WARNING for a retry, ERROR with traceback for the end."""
     if change.state is State.DEAD:
@@ -2613,7 +2642,7 @@ async def drive(name: str, step: Step, wake: asyncio.Event, clock: Clock, stoppe
             seconds = await step(clock.time())
             seconds -= clock.monotonic() - began  # reckoned from the time that the step was given
             if told:
-                log.info("%s work again", name)
+                log.info("%s: working again", name)
             failures, told = 0, False
         except Exception as error:
             failures += 1
@@ -2664,14 +2693,22 @@ def on_signals(callback: Callable[[], None], *, chain: bool) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     previous: dict[int, Any] = {}
     postponed: list[int] = []
+    over = False
 
     def on_signal(number: int, frame: Any) -> None:
-        loop.call_soon_threadsafe(callback)
         before = previous[number]
+        if over:  # put back by another stop, which had found it here and ended later
+            signal.signal(number, before)
+            signal.raise_signal(number)
+            return
+        loop.call_soon_threadsafe(callback)
         if chain and before in (signal.SIG_DFL, signal.default_int_handler):
             postponed.append(number)
         elif chain and callable(before):
-            before(number, frame)
+            try:
+                before(number, frame)
+            except KeyboardInterrupt:  # asyncio's answer to a second Ctrl-C: not before what is kept has been kept
+                postponed.append(number)
 
     for number in (int(signal.SIGINT), int(signal.SIGTERM)):
         if signal.getsignal(number) not in (None, signal.SIG_IGN):
@@ -2679,8 +2716,10 @@ def on_signals(callback: Callable[[], None], *, chain: bool) -> Iterator[None]:
     try:
         yield
     finally:
+        over = True
         for number, before in previous.items():
-            signal.signal(number, before)
+            if signal.getsignal(number) is on_signal:
+                signal.signal(number, before)
         for number in postponed:
             signal.raise_signal(number)
 
@@ -2734,6 +2773,7 @@ class Crew:
         finally:
             if tier.durable:
                 self._slots.lent = False
+                self.idle.set()  # whoever waits for the end of all work has been waiting for this, too
             for waiting in self.tiers:
                 if waiting.waits_for_room:
                     waiting.waits_for_room = False
@@ -2777,7 +2817,8 @@ class Crew:
         """The object that handles in this process already hold for a durable row, brought up to date unless what was read is
         older; else the row itself. `again`: the job had ended and was requeued."""
         row = self.live.setdefault(fresh.id, fresh)
-        older = fresh.claim_no < row.claim_no or (fresh.finished is None and row.finished is not None and not again)
+        ended = row.finished is not None and fresh.finished is None and fresh.claim_no == row.claim_no
+        older = fresh.claim_no < row.claim_no or (ended and not again)
         if row is not fresh and row.id not in self.running and not older:
             for name in COLUMNS:
                 setattr(row, name, getattr(fresh, name))
@@ -2886,7 +2927,8 @@ class Crew:
 
     async def retention(self, tier: Tier, now: int) -> float:
         """Drop what was kept long enough."""
-        await tier.store.prune(now)
+        while await tier.store.prune(now) >= 500 and not self.closing.is_set():
+            pass  # each a short transaction of its own
         return 60.0
 
     async def leases(self, tier: Tier, now: int) -> float:
@@ -2904,7 +2946,7 @@ class Crew:
         claims = [(seq, job.row.claim_no, job.note) for seq, job in held.items()]
         answers = await tier.store.extend(claims, later(now, self._lease))
         for seq, job in held.items():
-            if seq not in answers and job.in_handler:
+            if seq not in answers and job.in_handler and job.why != "lost":
                 log.warning("%s has lost its lease: it is cancelled here and writes nothing", label(job.row))
                 job.stop("lost")
             elif answers.get(seq) is not None and job.why is None:
@@ -2983,6 +3025,7 @@ class Scheduler:
         self._make_row = make_row
         self._heap: list[tuple[int, int, Schedule]] = []
         self._order = itertools.count()
+        self._under_way = False
 
     def add(self, schedule: Schedule, now: int) -> None:
         upcoming = next_fire(now, schedule.period, schedule.offset)
@@ -2993,6 +3036,10 @@ class Scheduler:
     def is_due(self, now: int) -> bool:
         return self.firing and bool(self._heap) and self._heap[0][0] <= now
 
+    def is_busy(self, now: int) -> bool:
+        """Whether a fire time is due, or is being turned into a job."""
+        return self._under_way or self.is_due(now)
+
     def _push(self, schedule: Schedule) -> None:
         heapq.heappush(self._heap, (schedule.next, next(self._order), schedule))
 
@@ -3002,9 +3049,11 @@ class Scheduler:
             schedule = heapq.heappop(self._heap)[2]
             missed = missed_fires(schedule.next, now, schedule.period)
             due.append((schedule, schedule.next + missed * schedule.period, missed))
+        self._under_way = bool(due)
         try:
             await self._fire(due, now)
         finally:  # after an error the fire time is still the next one
+            self._under_way = False
             for schedule, _, _ in due:
                 self._push(schedule)
         if not self.firing or not self._heap:
@@ -3061,16 +3110,10 @@ class Intake:
         self.crew = Crew(self.clock, slots, self.settings_of, self.worker, config.lease)
         self.crew.handlers = handlers
         self.crew.tiers.append(self.memory)
-        self.schedulers: dict[bool, Scheduler] = {}
         self.spawned: dict[asyncio.Task[Any], str] = {}
-        self.stopped = asyncio.Event()
-        self._loops: list[asyncio.Task[None]] = []
-        self._wakes: list[asyncio.Event] = []
         self._room: deque[asyncio.Event] = deque()
         self._awaited: set[JobRow] = set()
-        self._stopping: asyncio.Task[None] | None = None
-        self._grace_ends = math.inf
-        self._warned = False
+        self._moving: dict[bytes, asyncio.Task[list[JobRow]]] = {}  # promotions under way
 
     def settings(self, handler: Handler | None) -> Settings:
         """The options of a call that sets none of its own."""
@@ -3277,37 +3320,38 @@ class Inquiries(Intake):
             )
 
     async def cancel(self, row: JobRow, reason: str = "cancelled on request") -> bool:
-        job = self.crew.running.get(row.id)
-        if job is not None and job.task is not None:
-            job.stop("cancel")
-            await asyncio.wait({job.task})
-            return row.state is State.CANCELLED
-        if row.finished is not None or self.phase == "stopped":
-            return False
-        settings, now = self.settings_for(row), self.clock.time()
-        keep_until = None if settings.failure_ttl == math.inf else later(now, settings.failure_ttl)
-        store = self.require_durable().store if row.durable else self.memory_store
-        state = (await store.cancel([row.id], reason, keep_until, now)).get(row.id)
-        if state is State.CANCELLED:
-            row.state, row.reason, row.finished = State.CANCELLED, row.reason or reason, now
-            self.crew.tell(row)
-            self._room_freed()
-        elif state is State.RUNNING:
-            await self._wait_for_stranger(row)
+        await self.promotion_of(row)
+        while row.finished is None and self.phase != "stopped":
+            job = self.crew.running.get(row.id)
+            if job is not None and job.task is not None:
+                job.stop("cancel")
+                await asyncio.wait({job.task})
+                continue  # if it failed at that moment, it is pending again
+            settings, now = self.settings_for(row), self.clock.time()
+            keep_until = None if settings.failure_ttl == math.inf else later(now, settings.failure_ttl)
+            store = self.require_durable().store if row.durable else self.memory_store
+            state = (await store.cancel([row.id], reason, keep_until, now)).get(row.id)
+            if state is State.CANCELLED:
+                row.state, row.reason, row.finished = State.CANCELLED, row.reason or reason, now
+                self.crew.tell(row)
+                self._room_freed()
+            elif state is not State.RUNNING or not await self._wait_for_stranger(row):
+                break
         return row.state is State.CANCELLED
 
-    async def _wait_for_stranger(self, row: JobRow) -> None:
-        """Until a job that was told to stop has done so, in whatever process it runs."""
-        while row.finished is None and self.phase != "stopped":
+    async def _wait_for_stranger(self, row: JobRow) -> bool:
+        """Until a job that was told to stop has done so, in whatever process it runs. False if its row is gone."""
+        while row.finished is None and self.phase != "stopped" and row.id not in self.crew.running:
             found = await self.require_durable().store.get([row.id])
             if not found:
-                return
+                return False
             if self.crew.known(found[0]).state is not State.RUNNING:
-                return
-            await asyncio.sleep(POLL)
+                break
+            await asyncio.sleep(POLL / 10 if row.worker == self.worker else POLL)
+        return True
 
     async def requeue(self, ids: Sequence[bytes]) -> int:
-        now = self.clock.time()
+        now, ids = self.clock.time(), list(dict.fromkeys(ids))
         again = list(await self.memory_store.requeue(ids, now))
         if self.durable is not None:
             again += await self.durable.store.requeue(ids, now)
@@ -3333,7 +3377,21 @@ class Inquiries(Intake):
         self.require_durable()
         pairs = [(row, stored) for row in rows if (stored := self._as_durable(row)) is not None]
         self.memory_store.detach([row for row, _ in pairs])
-        return await asyncio.shield(self.loop.create_task(self._store_detached(pairs), context=contextvars.Context()))
+        task = self.loop.create_task(self._store_detached(pairs), context=contextvars.Context())
+        self._moving |= {row.id: task for row, _ in pairs}
+        task.add_done_callback(functools.partial(self._moved, [row.id for row, _ in pairs]))
+        return await asyncio.shield(task)
+
+    def _moved(self, ids: Sequence[bytes], task: asyncio.Task[list[JobRow]]) -> None:
+        for id in ids:
+            self._moving.pop(id, None)
+        if not task.cancelled():
+            task.exception()  # known to the caller, if there still is one
+
+    async def promotion_of(self, row: JobRow) -> None:
+        """Wait for it, if there is one under way."""
+        if row.id in self._moving:
+            await asyncio.wait({self._moving[row.id]})
 
     def _as_durable(self, row: JobRow) -> JobRow | None:
         settings, usual = self.settings_for(row), self.settings(row.handler)
@@ -3355,6 +3413,8 @@ class Inquiries(Intake):
         except BaseException:
             self.memory_store.attach([row for row, _ in pairs], now)
             self.memory.wake.set()
+            for row, _ in pairs:
+                self.crew.tell(row)
             raise
         promoted = []
         for (row, stored), answer in zip(pairs, answers, strict=True):
@@ -3383,6 +3443,16 @@ PROGRESS: Final = 5.0  # seconds between the lines that say what a shutdown wait
 
 class Engine(Inquiries):
     """One run of a TinyQ."""
+
+    def __init__(self, config: Config, handlers: Mapping[str, Handler]) -> None:
+        super().__init__(config, handlers)
+        self.schedulers: dict[bool, Scheduler] = {}
+        self.stopped = asyncio.Event()
+        self._loops: list[asyncio.Task[None]] = []
+        self._wakes: list[asyncio.Event] = []
+        self._stopping: asyncio.Task[None] | None = None
+        self._grace_ends = math.inf
+        self._warned = False
 
     async def start(self, schedules: Sequence[Schedule]) -> None:
         """Open the store, begin the loops. On an error nothing is left behind."""
@@ -3464,19 +3534,19 @@ class Engine(Inquiries):
                 return
             self.crew.idle.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL if busy else 0.001):
+                async with asyncio.timeout(POLL if busy or self.crew.claims_under_way else 0.001):
                     await self.crew.idle.wait()
 
     async def _start_due(self) -> bool:
         """Start what is due here. False if that is nothing, so that all is quiet."""
-        now, before = self.clock.time(), self.crew.activity
+        now, before, more = self.clock.time(), self.crew.activity, False
         try:
             for tier in (self.memory, *([self.durable] if self.durable else ())):
-                await self._claim(tier, now)
+                more |= await self._claim(tier, now) <= 0
         except StoreBusy:
             return True
-        firing = any(scheduler.is_due(now) for scheduler in self.schedulers.values())
-        return firing or before != self.crew.activity or self.crew.claims_under_way or bool(self.crew.running)
+        firing = any(scheduler.is_busy(now) for scheduler in self.schedulers.values())
+        return more or firing or before != self.crew.activity or self.crew.claims_under_way or bool(self.crew.running)
 
     async def stop(self, grace: float) -> None:
         """The one way down. A second call joins the first and can only shorten its grace."""
@@ -3557,7 +3627,7 @@ class Engine(Inquiries):
         """Cancel what still runs, give `finally` blocks a bounded time, name and abandon what does not end."""
         told: set[Running] = set()
         ends = self.clock.monotonic() + EXTRA
-        while (self.crew.running or self.spawned) and (moment := self.clock.monotonic()) < ends:
+        while (self.crew.running or self.spawned or self.crew.claims_under_way) and (moment := self.clock.monotonic()) < ends:
             for job in set(self.crew.running.values()) - told:
                 told.add(job)
                 job.stop("shutdown")
@@ -3579,6 +3649,9 @@ class Engine(Inquiries):
 
     async def _leftovers(self) -> None:
         """Promote the best-effort jobs that were not started; report by name those that are lost."""
+        while self._moving:
+            await asyncio.wait(set(self._moving.values()))
+            await asyncio.sleep(0)  # until their callbacks have run
         pending = await self.memory_store.list(State.PENDING, limit=sys.maxsize)
         wanted = [row for row in pending if self._may_promote(row)]
         if wanted:
@@ -3607,6 +3680,8 @@ def several_workers() -> bool:
     """Whether this process seems to be one of several that serve the same application."""
     if os.environ.get("WEB_CONCURRENCY", "1") not in ("", "1") or "gunicorn" in os.environ.get("SERVER_SOFTWARE", ""):
         return True
+    if {"--reload", "dev"} & set(sys.argv):  # uvicorn's and fastapi's reloader start one process of their own
+        return False
     multiprocessing = sys.modules.get("multiprocessing")
     return multiprocessing is not None and multiprocessing.parent_process() is not None
 
@@ -3680,8 +3755,11 @@ class Job(Generic[R_co]):
         process that ran it only with `result_ttl`.
         """
         row = self._row
-        async with asyncio.timeout(None if timeout is None else duration(timeout, "timeout")):
-            await self._engine.wait_for_end(row)
+        try:
+            async with asyncio.timeout(None if timeout is None else duration(timeout, "timeout")):
+                await self._engine.wait_for_end(row)
+        except TimeoutError:
+            raise TimeoutError(f"job {self.id} is still {row.state}, {timeout!r} s later; it goes on") from None
         if row.state is State.DEAD:
             kind, _, message = (row.error or row.reason or "unknown").partition(": ")
             raise JobFailed(kind, message) from row.exception
@@ -3703,8 +3781,11 @@ class Job(Generic[R_co]):
         Raises TypeError for a callable that is not a registered task or arguments that JSON cannot carry.
         """
         row = self._row
+        await self._engine.promotion_of(row)
         if row.durable or row.state is not State.PENDING:
             return row.durable
+        if row.schedule is not None:
+            raise TypeError(f"{row.task!r} was made by a schedule, and those are not promoted: the next fire time makes another")
         if row.handler is None or not row.handler.registered:
             raise TypeError(
                 f"{row.task!r} is not a registered task, and only those can be found again: decorate it with @tinyq.task"
@@ -3801,6 +3882,7 @@ class TinyQ:
         self._engine: Engine | None = None
         self._starting = False
         self._was_stopped = False
+        self._strangers: set[str] = set()  # names that were warned about
         self._reconfigurable = False  # the options given so far may be overridden
         self._bare = functools.lru_cache(256)(make_handler)
 
@@ -3960,6 +4042,9 @@ class TinyQ:
                 raise UnknownTask(
                     f"no task is named {fn!r} here{hint(fn, self._handlers)}; only a durable job may leave that to others"
                 )
+            if handler is None and fn not in self._strangers and (meant := did_you_mean(fn, self._handlers)):
+                self._strangers.add(fn)
+                log.warning("no task is named %r here%s; its durable jobs wait for a process that has it", fn, meant)
             return handler, text(fn, "a task's name")
         try:
             handler = self._of_functions.get(fn) or (make_handler if isinstance(fn, functools.partial) else self._bare)(fn)
@@ -3989,7 +4074,7 @@ class TinyQ:
             try:
                 check_call(handler, args, kwargs)
             except TypeError as error:
-                raise TypeError(f"{error}{''.join(did_you_mean(word, CHECKS) for word in kwargs)}") from None
+                raise TypeError(f"{error}{misfit_hint(handler, kwargs)}") from None
             if settings.durable and not handler.registered:
                 raise TypeError(
                     f"{name!r} is not a registered task, so no later process could find it: decorate it with @tinyq.task"
@@ -4043,7 +4128,8 @@ class TinyQ:
         if self._was_stopped:
             raise ShuttingDown("tinyq has stopped: nothing was stored; enqueue before the lifespan ends, or start it again")
         raise NotStarted(
-            "tinyq has not been started: put `async with tinyq.lifespan(app):` into the application's lifespan. If it is there, "
+            "tinyq has not been started: put `async with tinyq.lifespan(app):` (of your own TinyQ: q.lifespan) into the "
+            "application's lifespan. If it is there, "
             "that lifespan does not run: a mounted sub-application's never does, nor a test client's without its context manager"
             ", nor one under a bare ASGI transport"
         )
@@ -4089,7 +4175,7 @@ class TinyQ:
         self._running().quiesce()
 
     async def drain(self) -> None:
-        """Return when nothing is running here and nothing that is due could start here."""
+        """Return when nothing runs here and nothing that is due could start here. Not for a job: it would wait for itself."""
         await self._running().drain()
 
     async def __aenter__(self) -> TinyQ:
@@ -4102,6 +4188,7 @@ class TinyQ:
     @contextlib.asynccontextmanager
     async def lifespan(self, app: object = None) -> AsyncIterator[dict[str, TinyQ]]:
         """Start, yield {"tinyq": self} (which Starlette merges into `request.state`), stop. Works without an app, too."""
+        refuse_path(app)
         async with self:
             yield {"tinyq": self}
 
@@ -4132,6 +4219,11 @@ class TinyQ:
     async def requeue(self, *ids: str) -> int:
         """Make dead or cancelled jobs pending again, with all their attempts. Answers how many were."""
         return await self._running().requeue([id_bytes(id) for id in ids])
+
+
+def refuse_path(app: object) -> None:
+    if isinstance(app, (str, os.PathLike)):
+        raise TypeError(f"lifespan() takes the application first, and not {app!r}: write lifespan(db=…)")
 
 
 def warn_if_never_started(q: weakref.ref[TinyQ]) -> None:
@@ -4187,6 +4279,7 @@ async def lifespan(
 
     Put it innermost in the application's own lifespan, so that it drains before what its jobs use is closed.
     """
+    refuse_path(app)
     if options or db is not None:
         configure(db, **options)
     async with _default.lifespan(app) as state:

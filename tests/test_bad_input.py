@@ -232,7 +232,7 @@ BAD_VALUES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "priority as a truth value": ({"priority": True}, TypeError, "priority is True"),
     "priority beyond its range": ({"priority": 2**40}, ValueError, f"priority is {2**40}"),
     "priority below its range": ({"priority": -(2**40)}, ValueError, f"priority is {-(2**40)}"),
-    "negative delay": ({"delay": -1}, ValueError, "delay is -1: it must be not negative"),
+    "negative delay": ({"delay": -1}, ValueError, "delay is -1: it must not be negative"),
     "negative delay, timedelta": ({"delay": timedelta(seconds=-1)}, ValueError, "delay is "),
     "endless delay": ({"delay": math.inf}, ValueError, "delay is inf"),
     "delay that is no number": ({"delay": math.nan}, ValueError, "delay is nan"),

@@ -14,7 +14,12 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.M | re.S)
 
 # What is done with a block after it has run as a module: (a word of the block, code that uses its names).
 DRIVES = {
-    "send_receipt(order_id": """
+    "@tinyq.task(timeout=30)": """
+from fastapi.testclient import TestClient
+with TestClient(app) as client:
+    assert client.post("/orders/7").status_code == 200
+""",
+    'queue="emails"': """
 from fastapi.testclient import TestClient
 with TestClient(app) as client:
     answer = client.post("/orders/7")
@@ -69,6 +74,11 @@ with TestClient(app) as client:
     assert answer == {"status": "done", "attempts": 1, "error": None}
     assert client.get("/jobs/nonsense").status_code == 404
 """,
+    "async def audit": """
+from fastapi.testclient import TestClient
+with TestClient(app) as client:
+    assert len(client.post("/login/ann").json()["job"]) == 36
+""",
     "shop.tasks.send_receipt": """
 import sqlite3
 assert sqlite3.connect("jobs.db").execute("SELECT task, state, payload FROM tinyq_jobs").fetchall() == [
@@ -96,7 +106,8 @@ def test_every_block_is_python_and_is_driven() -> None:
 
 
 def test_the_first_example_is_within_the_first_twenty_lines() -> None:
-    assert "```python" in "\n".join(README.splitlines()[:20])
+    beginning = "\n".join(README.splitlines()[:21])  # the last of them closes the block
+    assert re.search(r"^```python\n.*^```$", beginning, flags=re.M | re.S)
 
 
 def test_the_set_up_is_the_two_make_commands() -> None:
