@@ -57,12 +57,10 @@ import asyncio
 import atexit
 import contextlib
 import contextvars
-import dataclasses
 import functools
 import heapq
 import inspect
 import itertools
-import json
 import logging
 import math
 import os
@@ -465,11 +463,11 @@ class Stats:
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]  # of a call: positions, keywords
 
 
-@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class JobRow:
     """One job. The fields down to `keep_until` are the columns of `tinyq_jobs`, in this order; the rest lives in this process.
 
-    Moments are integer microseconds since the epoch, UTC. A row is owned by the store that holds it.
+    Moments are integer microseconds since the epoch, UTC. A row is owned by the store that holds it. (Not a dataclass, since
+    most of its many fields keep their defaults most of the time.)
     """
 
     id: bytes
@@ -518,6 +516,15 @@ class JobRow:
     exception: BaseException | None = None
     waiters: list[asyncio.Future[None]] | None = None
     ticket: int = 0  # which of its heap entries is the valid one
+
+    def __init__(self, id: bytes, task: str, queue: str, priority: int, run_at: int, created: int, **others: Any) -> None:
+        self.id, self.task, self.queue, self.priority, self.run_at, self.created = id, task, queue, priority, run_at, created
+        if others:
+            self.__dict__.update(others)
+
+    def but(self, **changes: Any) -> JobRow:
+        """Another row, with these changes."""
+        return JobRow(**{**self.__dict__, **changes})
 
 
 # `JobRow.ready` of a pending row. NULL for every other state, so that the partial indexes hold nothing else.
@@ -750,7 +757,22 @@ class Undecodable(ValueError):
     """A stored payload that this version cannot read."""
 
 
-encode_json: Final = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+@functools.cache
+def json_encoder() -> Callable[[object], str]:
+    """Made when first used, since importing json takes a millisecond."""
+    import json
+
+    return json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+def encode_json(value: object) -> str:
+    return json_encoder()(value)
+
+
+def decode_json(text: str, constants: Callable[[str], object] | None = None) -> Any:
+    import json
+
+    return json.loads(text, parse_constant=constants)
 
 
 def foreign(value: object, path: str) -> str | None:
@@ -816,7 +838,7 @@ def decode_call(payload: str | None, version: int) -> tuple[list[Any], dict[str,
     if version != PAYLOAD_VERSION:
         raise Undecodable(f"undecodable: payload version {version}, and this tinyq reads {PAYLOAD_VERSION}")
     try:
-        args, kwargs = json.loads(payload or "", parse_constant=refuse_constant)
+        args, kwargs = decode_json(payload or "", refuse_constant)
     except (ValueError, TypeError, RecursionError) as error:
         raise Undecodable(f"undecodable: the payload is not the JSON of a call ({type(error).__name__})") from None
     if not isinstance(args, list) or not isinstance(kwargs, dict):
@@ -831,16 +853,27 @@ def encode_overrides(name: str, overrides: Mapping[str, Any]) -> str | None:
     if retry is not None:
         if retry.retry_on != (BaseException,) or retry.give_up_on != ():
             raise TypeError(f"task {name!r}: retry_on and give_up_on cannot be stored with a durable job: put them on the task")
-        kept["retry"] = [retry.max_attempts, retry.base, retry.factor, retry.cap, retry.jitter, list(retry.delays)]
-    return json.dumps(kept) if kept else None
+        values = (retry.max_attempts, retry.base, retry.factor, retry.cap, retry.jitter, list(retry.delays))
+        kept["retry"] = [infinity_out(value) for value in values]
+    return encode_json({key: infinity_out(value) for key, value in kept.items()}) if kept else None
+
+
+def infinity_out(value: object) -> object:
+    """JSON has no infinity: it is stored as a word."""
+    return "inf" if value == math.inf else value
+
+
+def infinity_in(value: Any) -> Any:
+    return math.inf if value == "inf" else value
 
 
 def decode_overrides(text: str | None) -> dict[str, Any]:
     """Its inverse; Undecodable if another version, or a hand, wrote something else."""
     try:
-        kept: dict[str, Any] = json.loads(text) if text else {}
+        kept: dict[str, Any] = decode_json(text) if text else {}
+        kept = {name: infinity_in(value) for name, value in kept.items()}
         if "retry" in kept:
-            starts, base, factor, cap, jitter, delays = kept["retry"]
+            starts, base, factor, cap, jitter, delays = map(infinity_in, kept["retry"])
             kept["retry"] = Retry(starts, base, factor, cap, jitter, delays=delays)
         return check_options(kept, "stored options")
     except (TypeError, ValueError, RecursionError) as error:
@@ -1109,8 +1142,6 @@ def resolve(config: Config, handler: Handler | None, overrides: Mapping[str, Any
         if "run_at" in level:
             merged.pop("delay", None)
         merged |= level
-    if "on_conflict" in overrides and "key" not in merged:
-        raise ValueError("on_conflict says what to do about a key, and there is none: give key=…")
     return Settings(**merged)
 
 
@@ -1233,6 +1264,16 @@ class Store(Protocol):
         ...
 
 
+CANCELLED_ON_REQUEST: Final = "cancelled on request"
+
+
+def heeding(change: Settlement, cancel_at: int | None) -> Settlement:
+    """A job that would be tried again although its cancel was asked for, perhaps by another process, is cancelled."""
+    if cancel_at is None or change.state is not State.PENDING:
+        return change
+    return change._replace(state=State.CANCELLED, reason=CANCELLED_ON_REQUEST)
+
+
 def claimable(run_at: int, lost: int, now: int) -> int:
     """The `ready` value of a row that becomes pending now and is not held behind another."""
     return LATER if run_at > now else FRAGILE if lost else CLAIMABLE
@@ -1268,8 +1309,8 @@ def apply(row: JobRow, change: Settlement, now: int) -> None:
     """Do to a row in memory what `settle` does to a stored one, except for `ready`."""
     row.state, row.run_at, row.attempts, row.snoozes = change.state, change.run_at, change.attempts, change.snoozes
     row.interruptions, row.lost, row.parked, row.reason = change.interruptions, change.lost, change.parked, change.reason
-    row.error, row.traceback, row.result, row.keep_until = change.error, change.traceback, change.result, change.keep_until
-    row.finished = None if change.state is State.PENDING else now
+    row.error, row.traceback, row.result = change.error, change.traceback, change.result
+    row.finished, row.keep_until = (None, None) if change.state is State.PENDING else (now, change.keep_until)
     row.lease = row.ready = None
 
 
@@ -1441,6 +1482,7 @@ class MemoryStore:
             if row is None or row.claim_no != change.claim_no or (row.lease or 0) >= lease_before:
                 continue
             self._leave(row)
+            change = heeding(change, row.cancel_at)
             successor = self._same_key(row)[0] if row.key is not None else None
             apply(row, change, now)
             if successor is not None:
@@ -1543,7 +1585,7 @@ class MemoryStore:
 # ── 13. SQLite store: schema and statements ───────────────────────────────────────────────────────────────────────────
 # The tables, and every statement that is used more than once. Needs SQLite 3.38 (->> on JSON), STRICT tables with it.
 
-COLUMNS: Final = tuple(itertools.takewhile(lambda name: name != "durable", (field.name for field in dataclasses.fields(JobRow))))
+COLUMNS: Final = tuple(itertools.takewhile(lambda name: name != "durable", JobRow.__annotations__))
 ALL: Final = ", ".join(COLUMNS)
 
 # One tuple of statements a version; a file is brought forward by running those it has not seen, in one transaction.
@@ -1633,7 +1675,7 @@ EXTEND: Final = (
     "WHERE seq = claim.value ->> 0 AND claim_no = claim.value ->> 1 AND state = 'running' RETURNING seq, cancel_at"
 )
 STILL_HELD: Final = (
-    "SELECT claim.key, job.task, job.key FROM json_each(?) AS claim CROSS JOIN tinyq_jobs AS job "
+    "SELECT claim.key, job.task, job.key, job.cancel_at FROM json_each(?) AS claim CROSS JOIN tinyq_jobs AS job "
     "ON job.seq = claim.value ->> 0 WHERE job.claim_no = claim.value ->> 1 AND job.state = 'running' AND job.lease < ?"
 )
 DELETE: Final = "DELETE FROM tinyq_jobs WHERE seq IN (SELECT value FROM json_each(?))"
@@ -1744,23 +1786,23 @@ def look_for_due(db: sqlite3.Connection, namespace: str, room: Room, now: int) -
 def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, lease: int, now: int) -> Claimed:
     moved = db.execute(COME_DUE, (namespace, now)).rowcount
     seqs = candidates(db, namespace, room)
-    rows = [as_row(r) for r in db.execute(CLAIM, (worker, lease, now, json.dumps(seqs)))] if seqs else []
+    rows = [as_row(r) for r in db.execute(CLAIM, (worker, lease, now, encode_json(seqs)))] if seqs else []
     rows.sort(key=lambda row: (-row.priority, row.run_at, row.seq))  # RETURNING has no order
     return Claimed(rows, now if moved == 500 else db.execute(NEXT_AT, (namespace,)).fetchone()[0])
 
 
 def extend_leases(db: sqlite3.Connection, claims: Sequence[tuple[int, int, str | None]], lease: int) -> dict[int, int | None]:
-    return dict(db.execute(EXTEND, (lease, json.dumps(claims))).fetchall())
+    return dict(db.execute(EXTEND, (lease, encode_json(claims))).fetchall())
 
 
 def settle_rows(
     db: sqlite3.Connection, namespace: str, settlements: Sequence[Settlement], lease_before: int, now: int
 ) -> dict[int, State]:
-    claims = json.dumps([(change.seq, change.claim_no) for change in settlements])
+    claims = encode_json([(change.seq, change.claim_no) for change in settlements])
     states: dict[int, State] = {}
     gone: list[int] = []
-    for i, task_name, key in db.execute(STILL_HELD, (claims, lease_before)).fetchall():
-        change = settlements[i]
+    for i, task_name, key, cancel_at in db.execute(STILL_HELD, (claims, lease_before)).fetchall():
+        change = heeding(settlements[i], cancel_at)
         states[change.seq] = change.state
         if not change.keep and key is None:
             gone.append(change.seq)
@@ -1769,7 +1811,7 @@ def settle_rows(
         else:
             states[change.seq] = settle_keyed(db, namespace, change, task_name, key, now)
     if gone:
-        db.execute(DELETE, (json.dumps(gone),))
+        db.execute(DELETE, (encode_json(gone),))
     return states
 
 
@@ -1777,8 +1819,8 @@ def write_settlement(db: sqlite3.Connection, change: Settlement, now: int) -> No
     ready = claimable(change.run_at, change.lost, now) if change.state is State.PENDING else None
     values = (
         change.state, ready, change.run_at, change.attempts, change.snoozes, change.interruptions, change.lost, change.parked,
-        change.reason, change.error, change.traceback, change.result, change.keep_until,
-        None if change.state is State.PENDING else now, change.seq,
+        change.reason, change.error, change.traceback, change.result,
+        *((None, None) if change.state is State.PENDING else (change.keep_until, now)), change.seq,
     )  # fmt: skip
     db.execute(SETTLE, values)
 
@@ -1794,7 +1836,7 @@ def settle_keyed(db: sqlite3.Connection, namespace: str, change: Settlement, tas
     if change.keep:
         write_settlement(db, change, now)
     else:
-        db.execute(DELETE, (json.dumps([change.seq]),))
+        db.execute(DELETE, (encode_json([change.seq]),))
     if successor:
         db.execute(RELEASE, (run_at, run_at, now, successor[0]))
     return change.state
@@ -2235,7 +2277,7 @@ Why = Literal["timeout", "cancel", "shutdown", "lost", "abandoned"]
 
 STOP_REASONS: Final[Mapping[Why, str]] = {
     "timeout": "timed out",
-    "cancel": "cancelled on request",
+    "cancel": CANCELLED_ON_REQUEST,
     "shutdown": "interrupted by shutdown",
     "lost": "its lease was lost",
     "abandoned": "abandoned at shutdown",
@@ -2536,7 +2578,7 @@ def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
         case "snooze" if row.snoozes >= SNOOZES:
             return dead(row, settings, now, reason=f"snoozed {SNOOZES:,} times")
         case "snooze":
-            return again(row, later(now, outcome.delay or 0.0), attempts=back, snoozes=row.snoozes + 1)
+            return again(row, settings, now, later(now, outcome.delay or 0.0), attempts=back, snoozes=row.snoozes + 1)
         case "cancelled":
             return finished(row, State.CANCELLED, settings.failure_ttl, now, reason=outcome.reason)
         case "expired":
@@ -2545,15 +2587,15 @@ def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
             error = InterruptedError(f"interrupted by shutdown more than {INTERRUPTIONS} times")
             return failed(row, Outcome("failed", error=error), settings, now, rng)
         case "interrupted":
-            return again(row, now, attempts=back, interruptions=row.interruptions + 1, reason=outcome.reason)
+            return again(row, settings, now, now, attempts=back, interruptions=row.interruptions + 1, reason=outcome.reason)
         case "unstarted":
-            return again(row, later(now, outcome.delay) if outcome.delay else row.run_at, attempts=back)
+            return again(row, settings, now, later(now, outcome.delay) if outcome.delay else row.run_at, attempts=back)
         case "parked":
             since = row.parked if row.parked is not None else now
             misfit = error_text(outcome.error) if outcome.error else None
             if later(since, PARK_FOR) <= now:
                 return dead(row, settings, now, reason="the arguments do not fit the handler", error=misfit, attempts=back)
-            return again(row, later(now, PARK_EVERY), attempts=back, parked=since, reason="parked", error=misfit)
+            return again(row, settings, now, later(now, PARK_EVERY), attempts=back, parked=since, reason="parked", error=misfit)
         case "undecodable":
             return dead(row, settings, now, reason=outcome.reason, error=outcome.reason, attempts=back, ttl=math.inf)
         case "lost" if row.attempts >= cast(float, settings.retry.max_attempts):
@@ -2561,7 +2603,7 @@ def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
             lost = row.lost + (starts == row.attempts)
             return dead(row, settings, now, reason="worker lost", error="worker lost", attempts=starts, lost=lost)
         case "lost":
-            return again(row, now, lost=row.lost + 1, reason="worker lost", error="worker lost")
+            return again(row, settings, now, now, lost=row.lost + 1, reason="worker lost", error="worker lost")
         case "dropped":
             raise ValueError("an outcome without a claim is not written")
 
@@ -2588,12 +2630,13 @@ def failed(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
     if retry.gives_up_on(error) and not asked:
         return dead(row, settings, now, reason="not to be retried", **about)
     delay = outcome.delay if outcome.delay is not None else retry.delay(row.attempts, rng)
-    return again(row, later(now, delay), reason=outcome.kind, **about)
+    return again(row, settings, now, later(now, delay), reason=outcome.kind, **about)
 
 
-def again(row: JobRow, run_at: int, **changes: Any) -> Settlement:
-    """Pending once more."""
-    return settlement(row, State.PENDING, run_at, True, changes)
+def again(row: JobRow, settings: Settings, now: int, run_at: int, **changes: Any) -> Settlement:
+    """Pending once more; or cancelled, and then kept until so long, if that was asked for meanwhile."""
+    until = None if settings.failure_ttl == math.inf else later(now, settings.failure_ttl)
+    return settlement(row, State.PENDING, run_at, True, {**changes, "keep_until": until})
 
 
 def dead(row: JobRow, settings: Settings, now: int, ttl: float | None = None, **changes: Any) -> Settlement:
@@ -2877,7 +2920,7 @@ class Crew:
             apply(row, change, self._clock.time())
             row.call = None
             if states[row.seq] is not change.state:
-                row.state, row.reason = states[row.seq], MERGED
+                row.state, row.reason = states[row.seq], MERGED if row.key is not None else CANCELLED_ON_REQUEST
         row.exception = outcome.error
         if outcome.kind == "done":
             row.value = outcome.value
@@ -2976,7 +3019,7 @@ class Crew:
                 log.warning("%s was reclaimed: worker %s has not renewed its lease", label(row), row.worker)
                 report(row, Outcome("lost"), change)
                 if row.id in self.live:
-                    self.tell(self.known(dataclasses.replace(row, state=states[row.seq], error=change.error)))
+                    self.tell(self.known(row.but(state=states[row.seq], error=change.error)))
         tier.wake.set()
 
     def _after_loss(self, row: JobRow, now: int) -> Settlement:
@@ -3319,7 +3362,7 @@ class Inquiries(Intake):
                 f"job {id_text(row.id)} runs in another process and keeps no result: set result_ttl to read it from here"
             )
 
-    async def cancel(self, row: JobRow, reason: str = "cancelled on request") -> bool:
+    async def cancel(self, row: JobRow) -> bool:
         await self.promotion_of(row)
         while row.finished is None and self.phase != "stopped":
             job = self.crew.running.get(row.id)
@@ -3330,9 +3373,9 @@ class Inquiries(Intake):
             settings, now = self.settings_for(row), self.clock.time()
             keep_until = None if settings.failure_ttl == math.inf else later(now, settings.failure_ttl)
             store = self.require_durable().store if row.durable else self.memory_store
-            state = (await store.cancel([row.id], reason, keep_until, now)).get(row.id)
+            state = (await store.cancel([row.id], CANCELLED_ON_REQUEST, keep_until, now)).get(row.id)
             if state is State.CANCELLED:
-                row.state, row.reason, row.finished = State.CANCELLED, row.reason or reason, now
+                row.state, row.reason, row.finished = State.CANCELLED, row.reason or CANCELLED_ON_REQUEST, now
                 self.crew.tell(row)
                 self._room_freed()
             elif state is not State.RUNNING or not await self._wait_for_stranger(row):
@@ -3397,7 +3440,7 @@ class Inquiries(Intake):
         settings, usual = self.settings_for(row), self.settings(row.handler)
         run_options = ("retry", "timeout", "result_ttl", "failure_ttl")
         overrides = {name: getattr(settings, name) for name in run_options if getattr(settings, name) != getattr(usual, name)}
-        stored = dataclasses.replace(row, durable=True, on_conflict="reuse", waiters=None, call=None, context=None, claim_no=0)
+        stored = row.but(durable=True, on_conflict="reuse", waiters=None, call=None, context=None, claim_no=0)
         try:
             stored.payload = encode_call(row.handler, row.task, cast(Arguments, row.call), self.config.max_payload)
             stored.options = encode_overrides(row.task, overrides)
@@ -3769,7 +3812,7 @@ class Job(Generic[R_co]):
             return cast(R_co, row.value)
         if row.result is None:
             raise NoResult(f"job {self.id} is done and its result was not kept: set result_ttl to read it from anywhere")
-        return cast(R_co, json.loads(row.result))
+        return cast(R_co, decode_json(row.result))
 
     async def cancel(self) -> bool:
         """Take a pending job out, or cancel a running handler and wait until it has stopped. True if it is cancelled now."""

@@ -1,7 +1,6 @@
 """What every store does, asked of each of them."""
 
 import asyncio
-import dataclasses
 import itertools
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -52,7 +51,7 @@ def room(
 async def claim(store: Store, where: Room | None = None, now: int = NOW, *, worker: str = "w1") -> list[JobRow]:
     """Copies of what was claimed, as of now: rows in memory go on changing."""
     claimed = await store.claim(where or room(), worker, now + 30 * SECOND, now)
-    return [dataclasses.replace(row) for row in claimed.rows]
+    return [row.but() for row in claimed.rows]
 
 
 async def running(store: Store, **fields: Any) -> JobRow:
@@ -770,7 +769,7 @@ async def test_an_outcome_with_another_claim_number_writes_nothing(store: Store,
     stale = await running(store)
     await store.reclaim([outcome(stale, State.PENDING, run_at=NOW)], LEASE + 1)
     [held] = await claim(store, worker="w2")
-    before = dataclasses.replace(await read(store, held))
+    before = (await read(store, held)).but()
     assert await settle(store, stale, state, keep=keep, error="E: stale") is None
     after = await read(store, held)
     assert [getattr(after, name) for name in tinyq.COLUMNS] == [getattr(before, name) for name in tinyq.COLUMNS]
@@ -799,7 +798,7 @@ async def test_a_batch_of_outcomes_is_written_as_far_as_its_claims_hold(store: S
         outcome(rows[1], State.DEAD, claim_no=9),
         outcome(rows[2], State.PENDING, run_at=NOW + 5),
         outcome(rows[3], State.DEAD),
-        outcome(dataclasses.replace(rows[0], seq=10_000)),
+        outcome(rows[0].but(seq=10_000)),
     ]
     states = await store.settle(batch, NOW)
     assert states == {rows[0].seq: State.DONE, rows[2].seq: State.PENDING, rows[3].seq: State.DEAD}

@@ -406,7 +406,7 @@ def test_a_snooze_and_an_interruption_give_their_start_back(outcome: tinyq.Outco
     ids=["snooze", "interrupted"],
 )
 def test_snoozes_and_interruptions_are_bounded_by_counters_of_their_own(outcome: tinyq.Outcome, counter: dict[str, int]) -> None:
-    row = tinyq.JobRow(b"", "t", "default", 0, 0, 0, attempts=1, claim_no=1, **counter)  # type: ignore[arg-type]
+    row = tinyq.JobRow(b"", "t", "default", 0, 0, 0, attempts=1, claim_no=1, **counter)
     assert tinyq.decide(row, outcome, tinyq.Settings(), 1_000).state is State.DEAD
 
 
