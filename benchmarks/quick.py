@@ -2,7 +2,7 @@
 
     python benchmarks/quick.py [FOLDER]
 
-Takes about 15 seconds. The database is made in FOLDER (default: the temporary one), which should be on a real disk. Machines
+Takes about 20 seconds. The database is made in FOLDER (default: the temporary one), which should be on a real disk. Machines
 differ and are shared, so compare the ratios of one run, not the figures of two.
 """
 
