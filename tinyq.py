@@ -13,8 +13,8 @@
 The life of a job: `enqueue` (or the next fire time of a schedule) makes a `JobRow` and inserts it into a store. A claim step
 takes due rows for which there is room, under a lease. The handler is called in one function, which turns whatever happens
 into an `Outcome`; `decide`, which is pure, turns the outcome into a `Settlement`; the store writes it if the claim still
-holds. Best-effort and durable jobs take this one road; only the store differs. A durable job may run
-twice (after a crash, a lost lease): its handler must be idempotent.
+holds. Best-effort and durable jobs take this one road; only the store differs. A durable job may run twice (after a crash, a
+lost lease): its handler must be idempotent.
 
 Contents
      1. Imports and surface
@@ -33,8 +33,8 @@ Contents
     14. SQLite store: rows in one transaction
     15. SQLite store: the owner of the file
     16. SQLite store: the class
-    17. Running one job: the call
-    18. Running one job: the handler
+    17. Running one job: its place and its thread
+    18. Running one job: the call
     19. Running one job: the decision
     20. Loops: driver and slots
     21. Loops: the crew that claims, runs and settles
@@ -207,6 +207,20 @@ class JobNotFound(JobError, LookupError):
     """No job with this id: it never was, or it has finished and was not kept."""
 
 
+def duration(value: object, name: str, *, zero: bool = True, infinite: bool = False) -> float:
+    """Seconds as a float; TypeError or ValueError that names the option otherwise."""
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r}: give seconds as a number, or a timedelta")
+    if isinstance(value, int) and abs(value) > 10**300:
+        raise ValueError(f"{name} is a number of {value.bit_length()} bits: give seconds")
+    if math.isnan(value) or value < 0 or (value == 0 and not zero) or (math.isinf(value) and not infinite):
+        wanted = "not be negative" if zero else "be greater than zero"
+        raise ValueError(f"{name} is {value!r}: it must {wanted}{'' if infinite else ', and be finite'}")
+    return float(value)
+
+
 class Steering(Exception):
     """Base of what a handler may raise to steer its own job."""
 
@@ -236,20 +250,6 @@ class Cancel(Steering):
 
 # ── 3. Vocabulary: what users pass ────────────────────────────────────────────────────────────────────────────────────
 # Values that appear in signatures, checked once, here. Durations are seconds or timedelta; `None` means unset, zero is a value.
-
-
-def duration(value: object, name: str, *, zero: bool = True, infinite: bool = False) -> float:
-    """Seconds as a float; TypeError or ValueError that names the option otherwise."""
-    if isinstance(value, timedelta):
-        value = value.total_seconds()
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {value!r}: give seconds as a number, or a timedelta")
-    if isinstance(value, int) and abs(value) > 10**300:
-        raise ValueError(f"{name} is a number of {value.bit_length()} bits: give seconds")
-    if math.isnan(value) or value < 0 or (value == 0 and not zero) or (math.isinf(value) and not infinite):
-        wanted = "not be negative" if zero else "be greater than zero"
-        raise ValueError(f"{name} is {value!r}: it must {wanted}{'' if infinite else ', and be finite'}")
-    return float(value)
 
 
 class State(StrEnum):
@@ -846,40 +846,6 @@ def decode_call(payload: str | None, version: int) -> tuple[list[Any], dict[str,
     return args, kwargs
 
 
-def encode_overrides(name: str, overrides: Mapping[str, Any]) -> str | None:
-    """What `enqueue` said about the run itself, to be stored with the row; None if it said nothing."""
-    kept: dict[str, Any] = {key: overrides[key] for key in ("timeout", "result_ttl", "failure_ttl") if key in overrides}
-    retry = overrides.get("retry")
-    if retry is not None:
-        if retry.retry_on != (BaseException,) or retry.give_up_on != ():
-            raise TypeError(f"task {name!r}: retry_on and give_up_on cannot be stored with a durable job: put them on the task")
-        values = (retry.max_attempts, retry.base, retry.factor, retry.cap, retry.jitter, list(retry.delays))
-        kept["retry"] = [infinity_out(value) for value in values]
-    return encode_json({key: infinity_out(value) for key, value in kept.items()}) if kept else None
-
-
-def infinity_out(value: object) -> object:
-    """JSON has no infinity: it is stored as a word."""
-    return "inf" if value == math.inf else value
-
-
-def infinity_in(value: Any) -> Any:
-    return math.inf if value == "inf" else value
-
-
-def decode_overrides(text: str | None) -> dict[str, Any]:
-    """Its inverse; Undecodable if another version, or a hand, wrote something else."""
-    try:
-        kept: dict[str, Any] = decode_json(text) if text else {}
-        kept = {name: infinity_in(value) for name, value in kept.items()}
-        if "retry" in kept:
-            starts, base, factor, cap, jitter, delays = map(infinity_in, kept["retry"])
-            kept["retry"] = Retry(starts, base, factor, cap, jitter, delays=delays)
-        return check_options(kept, "stored options")
-    except (TypeError, ValueError, RecursionError) as error:
-        raise Undecodable(f"undecodable: the options are not what this tinyq stores ({type(error).__name__})") from None
-
-
 def clean(text: str) -> str:
     """Without what UTF-8, and so a database, does not take: lone surrogates, as in the name of a strange file."""
     return text.encode("utf-8", "backslashreplace").decode()
@@ -904,7 +870,7 @@ def traceback_text(error: BaseException) -> str:
 
 
 # ── 8. Options of a job ───────────────────────────────────────────────────────────────────────────────────────────────
-# What a user may say about a TinyQ, a task and a call, checked at the call, with the way out in the message.
+# What a user may say about a job, checked at the call, with the way out in the message; and how it is stored with the row.
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -986,6 +952,40 @@ def check_options(options: Mapping[str, Any], where: str, *others: str) -> dict[
     if "delay" in checked and "run_at" in checked:
         raise ValueError(f"{where}: delay and run_at both say when to start: give one of them")
     return checked
+
+
+def encode_overrides(name: str, overrides: Mapping[str, Any]) -> str | None:
+    """What `enqueue` said about the run itself, to be stored with the row; None if it said nothing."""
+    kept: dict[str, Any] = {key: overrides[key] for key in ("timeout", "result_ttl", "failure_ttl") if key in overrides}
+    retry = overrides.get("retry")
+    if retry is not None:
+        if retry.retry_on != (BaseException,) or retry.give_up_on != ():
+            raise TypeError(f"task {name!r}: retry_on and give_up_on cannot be stored with a durable job: put them on the task")
+        values = (retry.max_attempts, retry.base, retry.factor, retry.cap, retry.jitter, list(retry.delays))
+        kept["retry"] = [infinity_out(value) for value in values]
+    return encode_json({key: infinity_out(value) for key, value in kept.items()}) if kept else None
+
+
+def infinity_out(value: object) -> object:
+    """JSON has no infinity: it is stored as a word."""
+    return "inf" if value == math.inf else value
+
+
+def infinity_in(value: Any) -> Any:
+    return math.inf if value == "inf" else value
+
+
+def decode_overrides(text: str | None) -> dict[str, Any]:
+    """Its inverse; Undecodable if another version, or a hand, wrote something else."""
+    try:
+        kept: dict[str, Any] = decode_json(text) if text else {}
+        kept = {name: infinity_in(value) for name, value in kept.items()}
+        if "retry" in kept:
+            starts, base, factor, cap, jitter, delays = map(infinity_in, kept["retry"])
+            kept["retry"] = Retry(starts, base, factor, cap, jitter, delays=delays)
+        return check_options(kept, "stored options")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Undecodable(f"undecodable: the options are not what this tinyq stores ({type(error).__name__})") from None
 
 
 # ── 9. Options of a TinyQ ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -2268,7 +2268,7 @@ class SQLiteStore:
         self._waiting = again + self._waiting
 
 
-# ── 17. Running one job: the call ─────────────────────────────────────────────────────────────────────────────────────
+# ── 17. Running one job: its place and its thread ─────────────────────────────────────────────────────────────────────
 # What is known of a job while it runs here. Plain functions run in daemon threads of tinyq's own: an executor's threads would
 # hold up the interpreter's exit, and a shared pool that is full would delay timeouts.
 
@@ -2441,7 +2441,7 @@ async def call_in_thread(job: Running, threads: Threads, call: Callable[[], Any]
     return future.result()
 
 
-# ── 18. Running one job: the handler ──────────────────────────────────────────────────────────────────────────────────
+# ── 18. Running one job: the call ─────────────────────────────────────────────────────────────────────────────────────
 # User code is awaited in `call_handler` and nowhere else. Whatever it does (return, raise, time out, be cancelled, call
 # sys.exit) comes back as an Outcome.
 
