@@ -73,7 +73,6 @@ import traceback
 import weakref
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import (
@@ -86,11 +85,13 @@ from typing import (
     Never,
     ParamSpec,
     Protocol,
+    Self,
     TypedDict,
     TypeVar,
     TypeVarTuple,
     Unpack,
     cast,
+    dataclass_transform,
     overload,
 )  # fmt: skip
 
@@ -262,11 +263,62 @@ class State(StrEnum):
     CANCELLED = "cancelled"
 
 
+@dataclass_transform(kw_only_default=True)
+class Record:
+    """Declared fields, given by keyword. (The methods that a dataclass compiles would take half of the time of the import.)"""
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__ = fields
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class Value:
+    """A record that never changes, and is equal to another with the same fields."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+    def __init_subclass__(cls) -> None:
+        setattr(cls, "__setattr__", cls._refuse)  # noqa: B010  a plain definition would hide misspelled fields from mypy
+        setattr(cls, "__delattr__", cls._refuse)  # noqa: B010
+
+    def _refuse(self, name: str, *value: object) -> None:
+        raise AttributeError(f"{type(self).__name__}.{name} cannot be changed: make another one")
+
+    def but(self, **changes: Any) -> Self:
+        """Another one, with these changes."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, **changes)
+        return other
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, other values in them included, as plain dicts and tuples."""
+        return {name: plain(getattr(self, name)) for name in type(self).__annotations__}
+
+    def _fields(self) -> tuple[object, ...]:
+        return tuple(getattr(self, name) for name in type(self).__annotations__)  # with the defaults, which the class holds
+
+    def __eq__(self, other: object) -> bool:
+        return self._fields() == other._fields() if type(other) is type(self) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._fields())
+
+    def __repr__(self) -> str:
+        fields = zip(type(self).__annotations__, self._fields(), strict=True)
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in fields)})"
+
+
+def plain(value: object) -> object:
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    return value.as_dict() if isinstance(value, Value) else value
+
+
 ErrorKinds = type[BaseException] | tuple[type[BaseException], ...] | Callable[[BaseException], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Retry:
+class Retry(Value):
     """How often a failing job starts again, and how long it waits before that.
 
     The delay after failure n (n = 1, 2, …) is d = min(cap, base · factor^(n-1)) seconds, then jitter:
@@ -283,53 +335,66 @@ class Retry:
     Raises TypeError or ValueError for values that make no sense.
     """
 
-    max_attempts: float | None = None
-    base: float | timedelta = 5.0
-    factor: float = 6.0
-    cap: float | timedelta = 900.0
-    jitter: Literal["equal", "full", "none"] | bool = "equal"
-    retry_on: ErrorKinds = BaseException
-    give_up_on: ErrorKinds = ()
-    delays: Sequence[float | timedelta] = ()
+    max_attempts: float
+    base: float
+    factor: float
+    cap: float
+    jitter: Literal["equal", "full", "none"]
+    retry_on: ErrorKinds
+    give_up_on: ErrorKinds
+    delays: tuple[float, ...]
 
-    def __post_init__(self) -> None:
-        def fix(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
+    def __init__(
+        self,
+        max_attempts: float | None = None,
+        base: float | timedelta = 5.0,
+        factor: float = 6.0,
+        cap: float | timedelta = 900.0,
+        jitter: Literal["equal", "full", "none"] | bool = "equal",
+        retry_on: ErrorKinds = BaseException,
+        give_up_on: ErrorKinds = (),
+        delays: Sequence[float | timedelta] = (),
+    ) -> None:
+        if isinstance(delays, (str, bytes)) or not isinstance(delays, Sequence):
+            raise TypeError(f"Retry.delays is {delays!r}: give a list of seconds")
+        if max_attempts is None:
+            max_attempts = len(delays) + 1 if delays else 5
+        if isinstance(max_attempts, bool) or not isinstance(max_attempts, (int, float)):
+            raise TypeError(f"Retry.max_attempts is {max_attempts!r}: give a whole number of starts")
+        if not max_attempts >= 1 or (max_attempts != math.inf and max_attempts != int(max_attempts)):
+            raise ValueError(f"Retry.max_attempts is {max_attempts!r}: it counts all starts, so it is 1 or more (1: never retry)")
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+            raise TypeError(f"Retry.factor is {factor!r}: give a number")
+        if isinstance(jitter, bool):
+            jitter = "equal" if jitter else "none"
+        if jitter not in ("equal", "full", "none"):
+            raise ValueError(f"Retry.jitter is {jitter!r}: it is 'equal', 'full' or 'none'")
+        self.__dict__.update(
+            max_attempts=max_attempts,
+            base=duration(base, "Retry.base"),
+            factor=duration(factor, "Retry.factor", zero=False),
+            cap=duration(cap, "Retry.cap", infinite=True),
+            jitter=jitter,
+            retry_on=self._kinds("retry_on", retry_on),
+            give_up_on=self._kinds("give_up_on", give_up_on),
+            delays=tuple(duration(delay, f"Retry.delays[{i}]") for i, delay in enumerate(delays)),
+        )
 
-        if isinstance(self.delays, (str, bytes)) or not isinstance(self.delays, Sequence):
-            raise TypeError(f"Retry.delays is {self.delays!r}: give a list of seconds")
-        fix("delays", tuple(duration(delay, f"Retry.delays[{i}]") for i, delay in enumerate(self.delays)))
-        if self.max_attempts is None:
-            fix("max_attempts", len(self.delays) + 1 if self.delays else 5)
-        starts = self.max_attempts
-        if isinstance(starts, bool) or not isinstance(starts, (int, float)):
-            raise TypeError(f"Retry.max_attempts is {starts!r}: give a whole number of starts")
-        if not starts >= 1 or (starts != math.inf and starts != int(starts)):
-            raise ValueError(f"Retry.max_attempts is {starts!r}: it counts all starts, so it is 1 or more (1: never retry)")
-        fix("base", duration(self.base, "Retry.base"))
-        fix("cap", duration(self.cap, "Retry.cap", infinite=True))
-        if isinstance(self.factor, bool) or not isinstance(self.factor, (int, float)):
-            raise TypeError(f"Retry.factor is {self.factor!r}: give a number")
-        fix("factor", duration(self.factor, "Retry.factor", zero=False))
-        if isinstance(self.jitter, bool):
-            fix("jitter", "equal" if self.jitter else "none")
-        if self.jitter not in ("equal", "full", "none"):
-            raise ValueError(f"Retry.jitter is {self.jitter!r}: it is 'equal', 'full' or 'none'")
-        for name in ("retry_on", "give_up_on"):
-            kinds = getattr(self, name)
-            if isinstance(kinds, type) or not callable(kinds):
-                kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-                if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
-                    raise TypeError(f"Retry.{name} is {getattr(self, name)!r}: give exception types, or a function of the error")
-            fix(name, kinds)
+    @staticmethod
+    def _kinds(name: str, given: Any) -> ErrorKinds:
+        if callable(given) and not isinstance(given, type):
+            return cast(Callable[[BaseException], bool], given)
+        kinds = given if isinstance(given, tuple) else (given,)
+        if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
+            raise TypeError(f"Retry.{name} is {given!r}: give exception types, or a function of the error")
+        return kinds
 
     def delay(self, failures: int, rng: random.Random | None = None) -> float:
         """Seconds to wait after the given number of failures (1 or more)."""
         if self.delays:
-            return cast(float, self.delays[min(failures, len(self.delays)) - 1])
-        base, cap = cast(float, self.base), cast(float, self.cap)
+            return self.delays[min(failures, len(self.delays)) - 1]
         exponent: float = failures - 1
-        cap = min(cap, 1e12)
+        base, cap = self.base, min(self.cap, 1e12)
         if base == 0 or cap == 0:
             return 0.0
         if self.factor > 1:  # clamped before the power, which overflows at attempt 1,024 for factor 2
@@ -417,8 +482,7 @@ class Options(TypedDict, total=False):
 # Counts: what `stats` answers. Plain values.
 
 
-@dataclass(slots=True)
-class Count:
+class Count(Value):
     """How many jobs of one queue and task are in one state; `due` of them could start now if there were room."""
 
     queue: str
@@ -429,8 +493,7 @@ class Count:
     due: int = 0
 
 
-@dataclass(slots=True)
-class ScheduleStats:
+class ScheduleStats(Value):
     """One schedule in this process: how often it fired, was skipped because the last run was not over, or missed its time."""
 
     name: str
@@ -441,8 +504,7 @@ class ScheduleStats:
     next: datetime | None
 
 
-@dataclass(slots=True)
-class Stats:
+class Stats(Value):
     """What `stats()` answers: live best-effort jobs of this process and all stored jobs of its namespace."""
 
     counts: tuple[Count, ...]
@@ -536,7 +598,7 @@ FRAGILE: Final = 3  # claimable, but a worker died on it: one at a time, so that
 FOREVER: Final = 253_402_300_799_000_000  # the last second of the year 9999, in microseconds: the latest moment there is
 
 
-class Settings(NamedTuple):
+class Settings(Value):
     """All options of one job, resolved and checked."""
 
     durable: bool = False
@@ -553,8 +615,7 @@ class Settings(NamedTuple):
     failure_ttl: float = 7 * 86400.0
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Handler:
+class Handler(Record):
     """A callable that jobs call, and what is known of it. `fewest` and `most` bound a call by position alone."""
 
     name: str
@@ -564,7 +625,7 @@ class Handler:
     signature: inspect.Signature | None
     fewest: float
     most: float
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any]
     promote: Promote | None = None
     settings: Settings | None = None  # of a call without options of its own, once that has been asked
 
@@ -1033,7 +1094,7 @@ class Configuration(TypedDict, total=False):
     failure_ttl: float | timedelta
 
 
-class Config(NamedTuple):
+class Config(Value):
     """A Configuration, complete and checked."""
 
     db: str | None
@@ -1171,9 +1232,16 @@ def make_handler(
         signature = None  # some callables written in C do not tell
     fewest, most = positional_bounds(signature)
     return Handler(
-        text(name, "a task's name"), fn, inspect.iscoroutinefunction(call), options is not None, signature, fewest, most,
-        options or {}, promote,
-    )  # fmt: skip
+        name=text(name, "a task's name"),
+        fn=fn,
+        is_async=inspect.iscoroutinefunction(call),
+        registered=options is not None,
+        signature=signature,
+        fewest=fewest,
+        most=most,
+        options=options or {},
+        promote=promote,
+    )
 
 
 def misfit_hint(handler: Handler, kwargs: Mapping[str, Any]) -> str:
@@ -1552,7 +1620,10 @@ class MemoryStore:
         for row in self._rows.values():
             numbers[row.queue, row.task, row.state] += 1
             due[row.queue, row.task, row.state] += row.ready in (CLAIMABLE, FRAGILE) or (row.ready == LATER and row.run_at <= now)
-        return [Count(*kind, durable=False, count=n, due=due[kind]) for kind, n in sorted(numbers.items())]
+        return [
+            Count(queue=queue, task=task, state=state, durable=False, count=n, due=due[queue, task, state])
+            for (queue, task, state), n in sorted(numbers.items())
+        ]
 
     async def prune(self, now: int, limit: int = 500) -> int:
         old = [row for row in self._finished if row.keep_until is not None and row.keep_until <= now][:limit]
@@ -1903,8 +1974,7 @@ CLAIM_PATIENCE: Final = 0.05  # a claim holds free slots back while it waits, an
 GROUP: Final = 1_000  # operations in one unit at most
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Op:
+class Op(Record):
     """One verb on its way through the owner. `look` may answer it without the write lock."""
 
     write: Callable[[sqlite3.Connection], Any]
@@ -2168,7 +2238,10 @@ class SQLiteStore:
 
     async def counts(self, now: int) -> Sequence[Count]:
         rows = await self._read(lambda db: db.execute(COUNTS, (now, self._namespace)).fetchall())
-        return [Count(queue_name, name, State(state), True, n, due or 0) for queue_name, name, state, n, due in rows]
+        return [
+            Count(queue=queue, task=task, state=State(state), durable=True, count=n, due=due or 0)
+            for queue, task, state, n, due in rows
+        ]
 
     async def prune(self, now: int, limit: int = 500) -> int:
         return await self._write(lambda db: prune_rows(db, now, limit), look=lambda db: nothing_to_prune(db, now))
@@ -2220,7 +2293,8 @@ class SQLiteStore:
             raise StoreError(f"{self.path} is closed")
         loop = asyncio.get_running_loop()
         patience = PATIENCE if patience is None else patience
-        op = Op(write, look, min(self._latest, time.monotonic() + patience), loop.create_future())
+        deadline = min(self._latest, time.monotonic() + patience)
+        op = Op(write=write, look=look, deadline=deadline, future=loop.create_future())
         self._waiting.append(op)
         if self._flushing is None:
             self._flushing = loop.create_task(self._flush(self._writer), context=contextvars.Context())
@@ -2289,8 +2363,7 @@ def label(row: JobRow) -> str:
     return f"job {row.task} [{id_text(row.id)}] attempt {row.attempts}"
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Tier:
+class Tier(Record):
     """One of the two places jobs live in, and what its claim loop needs. `tasks`: see Room."""
 
     store: Store
@@ -2301,8 +2374,7 @@ class Tier:
     waits_for_room: bool = False
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Running:
+class Running(Record):
     """One claimed job in this process."""
 
     row: JobRow
@@ -2453,7 +2525,7 @@ def prepare_call(job: Running, now: int) -> Outcome | Arguments:
         return job.refused
     if row.expires is not None and row.expires < now:
         return Outcome("expired", reason="expired before it started")
-    if row.lost and row.attempts > cast(float, job.settings.retry.max_attempts):
+    if row.lost and row.attempts > job.settings.retry.max_attempts:
         return Outcome("lost")
     if row.call is None:
         try:
@@ -2598,7 +2670,7 @@ def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
             return again(row, settings, now, later(now, PARK_EVERY), attempts=back, parked=since, reason="parked", error=misfit)
         case "undecodable":
             return dead(row, settings, now, reason=outcome.reason, error=outcome.reason, attempts=back, ttl=math.inf)
-        case "lost" if row.attempts >= cast(float, settings.retry.max_attempts):
+        case "lost" if row.attempts >= settings.retry.max_attempts:
             starts = min(row.attempts, cast(int, settings.retry.max_attempts))  # one more if this was found out at a claim
             lost = row.lost + (starts == row.attempts)
             return dead(row, settings, now, reason="worker lost", error="worker lost", attempts=starts, lost=lost)
@@ -2625,7 +2697,7 @@ def failed(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
     error, retry = cast(BaseException, outcome.error), settings.retry
     about: dict[str, Any] = {"error": error_text(error), "traceback": traceback_text(error)}
     asked = isinstance(error, RetryAfter)
-    if row.attempts >= cast(float, retry.max_attempts):
+    if row.attempts >= retry.max_attempts:
         return dead(row, settings, now, reason="no attempts left", **about)
     if retry.gives_up_on(error) and not asked:
         return dead(row, settings, now, reason="not to be retried", **about)
@@ -2839,7 +2911,8 @@ class Crew:
             row.handler, row.settings = handler, row.settings or self._settings_of(row, handler)
         except Undecodable as error:
             row.settings, refused = Settings(), Outcome("undecodable", reason=str(error))
-        job = Running(row, handler, row.settings, tier, began=self._clock.monotonic(), refused=refused)
+        began = self._clock.monotonic()
+        job = Running(row=row, handler=handler, settings=row.settings, tier=tier, began=began, refused=refused)
         job.deadline = job.began + job.settings.timeout
         self.activity += 1
         self.running[row.id] = job
@@ -3038,8 +3111,7 @@ class Crew:
 LONGEST_SLEEP: Final = 60.0  # so that a step of the wall clock, or a suspended machine, is noticed
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Schedule:
+class Schedule(Record):
     """One `every`, and what it has done in this process."""
 
     handler: Handler
@@ -3055,7 +3127,8 @@ class Schedule:
 
     def stats(self) -> ScheduleStats:
         name = self.handler.name
-        return ScheduleStats(name, self.fired, self.skipped, self.missed, as_datetime(self.last), as_datetime(self.next or None))
+        last, next = as_datetime(self.last), as_datetime(self.next or None)
+        return ScheduleStats(name=name, fired=self.fired, skipped=self.skipped, missed=self.missed, last=last, next=next)
 
 
 class Scheduler:
@@ -3145,7 +3218,7 @@ class Intake:
         self.handlers = handlers
         self.memory_store = MemoryStore()
         self.memory_tasks: dict[str, bool] = {}
-        self.memory = Tier(self.memory_store, False, self.memory_tasks, asyncio.Event())
+        self.memory = Tier(store=self.memory_store, durable=False, tasks=self.memory_tasks, wake=asyncio.Event())
         self.durable_store: SQLiteStore | None = None
         self.durable: Tier | None = None
         self.durable_tasks: dict[str, bool] = {}
@@ -3408,11 +3481,14 @@ class Inquiries(Intake):
         now = self.clock.time()
         counts = list(await self.memory_store.counts(now))
         spawned = Counter(self.spawned.values())
-        counts += [Count("default", name, State.RUNNING, False, n) for name, n in sorted(spawned.items())]
+        counts += [
+            Count(queue="default", task=name, state=State.RUNNING, durable=False, count=n) for name, n in sorted(spawned.items())
+        ]
         if self.durable is not None:
             counts += await self.durable.store.counts(now)
         unknown = {c.task for c in counts if c.durable and c.state is State.PENDING and c.task not in self.handlers}
-        return Stats(tuple(counts), tuple(sorted(unknown)), tuple(schedule.stats() for schedule in schedules))
+        fires = tuple(schedule.stats() for schedule in schedules)
+        return Stats(counts=tuple(counts), unknown=tuple(sorted(unknown)), schedules=fires)
 
     async def promote(self, rows: Sequence[JobRow]) -> list[JobRow]:
         """Move pending best-effort jobs into the table, whatever becomes of the caller; answers those that are stored now.
@@ -3502,7 +3578,13 @@ class Engine(Inquiries):
         if self.config.db is not None:
             self.durable_store = SQLiteStore(self.config.db, self.config.namespace, self.config.synchronous)
             await self.durable_store.open()
-            self.durable = Tier(self.durable_store, True, self.durable_tasks, asyncio.Event(), claiming=self.config.worker)
+            self.durable = Tier(
+                store=self.durable_store,
+                durable=True,
+                tasks=self.durable_tasks,
+                wake=asyncio.Event(),
+                claiming=self.config.worker,
+            )
             self.crew.tiers.append(self.durable)
         for handler in self.handlers.values():
             handler.settings = None  # another run's configuration may have been another
@@ -3557,7 +3639,7 @@ class Engine(Inquiries):
     def _occurrence(self, schedule: Schedule, fire_time: int, now: int) -> JobRow:
         handler = schedule.handler
         durable = self.durable is not None and not schedule.per_process
-        settings = self.settings(handler)._replace(durable=durable, key=None, run_at=None)
+        settings = self.settings(handler).but(durable=durable, key=None, run_at=None)
         row = self.make_row(handler, handler.name, settings, ((), {}), {})
         row.context, row.schedule, row.fire_time = None, handler.name, fire_time
         row.run_at = later(fire_time, settings.delay)
@@ -4018,7 +4100,7 @@ class TinyQ:
             task = self._scheduled_task(function, name, promote, checked)
             if not self._schedules and self._engine is None:
                 atexit.register(warn_if_never_started, weakref.ref(self))
-            schedule = Schedule(task._handler, period, start, immediate, per_process)
+            schedule = Schedule(handler=task._handler, period=period, offset=start, immediate=immediate, per_process=per_process)
             self._schedules.append(schedule)
             if self._engine is not None:
                 self._engine.add_schedule(schedule)

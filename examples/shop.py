@@ -12,7 +12,6 @@ and try, from another terminal,
 """
 
 import asyncio
-import dataclasses
 import logging
 import os
 import time
@@ -87,4 +86,4 @@ async def job_status(job_id: str) -> dict[str, Any]:
 
 @app.get("/status")
 async def status() -> dict[str, Any]:
-    return {"best_sellers": best_sellers, "jobs": dataclasses.asdict(await tinyq.stats())}
+    return {"best_sellers": best_sellers, "jobs": (await tinyq.stats()).as_dict()}

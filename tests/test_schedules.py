@@ -269,13 +269,15 @@ async def test_each_fire_time_fires_once_and_its_job_sees_it(open_q: Open, clock
     assert all(0 <= start - fire_time < 10 for start, fire_time in zip(ticks.starts, ticks.fire_times, strict=True))
     stats = await schedule_stats(q)
     assert stats == ScheduleStats(
-        "tick", fired=5, skipped=0, missed=0, last=NOON + timedelta(seconds=50), next=NOON + timedelta(seconds=60)
+        name="tick", fired=5, skipped=0, missed=0, last=NOON + timedelta(seconds=50), next=NOON + timedelta(seconds=60)
     )
 
 
 async def test_the_stats_of_a_schedule_that_has_not_fired_say_when_it_will(open_q: Open, clock: FakeClock) -> None:
     q = await open_q(lambda q: q.every(3600, name="tick")(Ticks(clock).tick))
-    assert await schedule_stats(q) == ScheduleStats("tick", 0, 0, 0, last=None, next=NOON + timedelta(hours=1))
+    assert await schedule_stats(q) == ScheduleStats(
+        name="tick", fired=0, skipped=0, missed=0, last=None, next=NOON + timedelta(hours=1)
+    )
 
 
 async def test_a_run_that_is_not_over_means_that_fire_times_are_skipped(open_q: Open, clock: FakeClock) -> None:
