@@ -579,6 +579,15 @@ class JobRow:
     waiters: list[asyncio.Future[None]] | None = None
     ticket: int = 0  # which of its heap entries is the valid one
 
+    # While it runs in this process:
+    tier: Tier
+    runner: asyncio.Task[None] | None = None
+    in_handler: bool = False
+    deadline: float = math.inf  # monotonic
+    refused: Outcome | None = None  # why its handler cannot even be called
+    why: Why | None = None  # why it was told to stop
+    note: str | None = None  # for the stored row, with the next renewal
+
     def __init__(self, id: bytes, task: str, queue: str, priority: int, run_at: int, created: int, **others: Any) -> None:
         self.id, self.task, self.queue, self.priority, self.run_at, self.created = id, task, queue, priority, run_at, created
         if others:
@@ -587,6 +596,13 @@ class JobRow:
     def but(self, **changes: Any) -> JobRow:
         """Another row, with these changes."""
         return JobRow(**{**self.__dict__, **changes})
+
+    def stop(self, why: Why) -> None:
+        """Cancel the handler; the first reason stands, unless the right to write anything is gone."""
+        if self.why is None or why in ("lost", "abandoned"):
+            self.why = why
+        if self.in_handler and self.runner is not None:
+            self.runner.cancel()
 
 
 # `JobRow.ready` of a pending row. NULL for every other state, so that the partial indexes hold nothing else.
@@ -614,6 +630,11 @@ class Settings(Value):
     result_ttl: float = 0.0
     failure_ttl: float = 7 * 86400.0
 
+    @functools.cached_property
+    def simple(self) -> bool:
+        """Best-effort, at once, and nothing else about it."""
+        return not self.durable and not self.delay and self.run_at is None and self.expires is None and self.key is None
+
 
 class Handler(Record):
     """A callable that jobs call, and what is known of it. `fewest` and `most` bound a call by position alone."""
@@ -628,6 +649,11 @@ class Handler(Record):
     options: Mapping[str, Any]
     promote: Promote | None = None
     settings: Settings | None = None  # of a call without options of its own, once that has been asked
+    learned: object = None  # the engine run that knows of it
+
+    @functools.cached_property
+    def task_name(self) -> str:
+        return f"tinyq {self.name}"
 
 
 class Room(NamedTuple):
@@ -687,6 +713,9 @@ class Outcome(NamedTuple):
     reason: str | None = None
 
 
+DONE: Final = Outcome("done")
+
+
 class Settlement(NamedTuple):
     """What is to be written about one claimed row, if the claim numbered `claim_no` still holds."""
 
@@ -715,10 +744,12 @@ class Inserted(NamedTuple):
 
 
 class Claimed(NamedTuple):
-    """Rows now leased to the caller, best first, and the moment at which the next one comes due, if known."""
+    """Rows now leased to the caller, best first, the moment at which the next one comes due, if known, and whether more might be
+    due than there was room for."""
 
     rows: Sequence[JobRow]
     next_at: int | None
+    more: bool = False
 
 
 # ── 6. Time ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -777,11 +808,16 @@ def as_moment(value: object, name: str) -> int:
     return min(FOREVER, (value - datetime.fromtimestamp(0, UTC)) // timedelta(microseconds=1))
 
 
+_drawn: list[int] = []  # random ends of the ids to come
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drawn.clear)  # or parent and child would give the same ids
+
+
 def new_id(now: int) -> bytes:
-    """A UUID version 7 (RFC 9562): milliseconds, then 12 bits of the fraction, then 62 random bits. Sorts by time."""
-    ms, us = divmod(now, 1000)
-    tail = 0x8000000000000000 | int.from_bytes(os.urandom(8), "big") >> 2
-    return ((ms << 16 | 0x7000 | us * 4096 // 1000) << 64 | tail).to_bytes(16, "big")
+    """A UUID version 7 (RFC 9562): milliseconds, then 12 bits that hold the microseconds, then 62 random bits. Sorts by time."""
+    if not _drawn:
+        _drawn.extend(0x8000000000000000 | number >> 2 for number in memoryview(os.urandom(2048)).cast("Q"))
+    return ((now // 1000 << 16 | 0x7000 | now % 1000) << 64 | _drawn.pop()).to_bytes(16, "big")
 
 
 def id_text(raw: bytes) -> str:
@@ -1511,7 +1547,7 @@ class MemoryStore:
             self._live[row.seq] = row
             if row.key is not None:
                 self._keys[row.task, row.key, State.RUNNING] = row
-        return Claimed(taken, self._later[0][1] if self._later else None)
+        return Claimed(taken, self._later[0][1] if self._later else None, bool(self._lanes))
 
     def _candidates(self, room: Room) -> Sequence[Entry]:
         """Off each lane that has room the best entries, as many as the lane's room; sorted together."""
@@ -1541,6 +1577,9 @@ class MemoryStore:
         return held
 
     async def settle(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
+        return self.settle_now(settlements, now)
+
+    def settle_now(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
         return self._settle(settlements, FOREVER, now)
 
     def _settle(self, settlements: Sequence[Settlement], lease_before: int, now: int) -> Mapping[int, State]:
@@ -1634,6 +1673,23 @@ class MemoryStore:
 
     async def close(self) -> None:
         """Nothing to close; rows that are left belong to whoever holds a handle."""
+
+    def has_due(self, now: int) -> bool:
+        """Whether anything waits only for room."""
+        return bool(self._lanes) or bool(self._later and self._later[0][1] <= now)
+
+    def adopt(self, row: JobRow, now: int) -> None:
+        """Insert and claim in one, for a row without a key that need not wait."""
+        row.seq = next(self._seq)
+        self._rows[row.id] = self._live[row.seq] = row
+        row.state, row.started, row.claim_no, row.attempts = State.RUNNING, now, 1, 1
+
+    def forget(self, row: JobRow, now: int) -> None:
+        """Settle in one, for a running row without a key of which nothing is kept."""
+        del self._rows[row.id], self._live[row.seq]
+        row.state, row.finished, row.value, row.context = State.DONE, now, None, None
+        if row.attempts > 1 or row.reason is not None:
+            row.reason = row.error = row.traceback = row.parked = None
 
     def detach(self, rows: Sequence[JobRow]) -> None:
         """Take pending rows out, as they are, on their way to another store."""
@@ -2372,29 +2428,14 @@ class Tier(Record):
     wake: asyncio.Event
     claiming: bool = True
     waits_for_room: bool = False
+    hungry: bool = False  # something due may have been left for lack of room: a slot that comes free is to wake it
 
 
-class Running(Record):
-    """One claimed job in this process."""
+class Running(JobRow):
+    """A row that runs in this process. (A name for type checkers: rows do not change their class.)"""
 
-    row: JobRow
-    handler: Handler
-    settings: Settings
-    tier: Tier
-    deadline: float = math.inf  # monotonic
-    began: float = 0.0
-    refused: Outcome | None = None  # why its handler cannot even be called
-    why: Why | None = None  # why it was told to stop
-    in_handler: bool = False
-    note: str | None = None  # for the stored row, with the next renewal
-    task: asyncio.Task[None] | None = None
-
-    def stop(self, why: Why) -> None:
-        """Cancel the handler; the first reason stands, unless the right to write anything is gone."""
-        if self.why is None or why in ("lost", "abandoned"):
-            self.why = why
-        if self.in_handler and self.task is not None:
-            self.task.cancel()
+    handler: Handler  # pyright: ignore[reportIncompatibleVariableOverride]
+    settings: Settings  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class CurrentJob:
@@ -2406,29 +2447,29 @@ class CurrentJob:
     @property
     def id(self) -> str:
         """The same over retries and reclaims: the idempotency key to hand to other services."""
-        return id_text(self._job.row.id)
+        return id_text(self._job.id)
 
     @property
     def task(self) -> str:
-        return self._job.row.task
+        return self._job.task
 
     @property
     def queue(self) -> str:
-        return self._job.row.queue
+        return self._job.queue
 
     @property
     def attempt(self) -> int:
         """1 for the first start."""
-        return self._job.row.attempts
+        return self._job.attempts
 
     @property
     def created(self) -> datetime:
-        return cast(datetime, as_datetime(self._job.row.created))
+        return cast(datetime, as_datetime(self._job.created))
 
     @property
     def fire_time(self) -> datetime | None:
         """The scheduled moment, aware, if a schedule made this job."""
-        return as_datetime(self._job.row.fire_time)
+        return as_datetime(self._job.fire_time)
 
     @property
     def cancelled(self) -> bool:
@@ -2437,7 +2478,7 @@ class CurrentJob:
 
 
 _current: contextvars.ContextVar[Running] = contextvars.ContextVar("tinyq_current_job")
-_tracked: contextvars.ContextVar[bool] = contextvars.ContextVar("tinyq_tracked", default=False)  # in a job or a spawned task
+_spawned: contextvars.ContextVar[bool] = contextvars.ContextVar("tinyq_spawned", default=False)
 
 
 def current_job() -> CurrentJob:
@@ -2509,7 +2550,7 @@ async def call_in_thread(job: Running, threads: Threads, call: Callable[[], Any]
             if job.why in (None, "abandoned"):
                 raise
             job.note = f"{STOP_REASONS[job.why]}; thread still running"
-            log.warning("%s: %s; it keeps its slot until the function returns", label(job.row), job.note)
+            log.warning("%s: %s; it keeps its slot until the function returns", label(job), job.note)
     return future.result()
 
 
@@ -2518,26 +2559,26 @@ async def call_in_thread(job: Running, threads: Threads, call: Callable[[], Any]
 # sys.exit) comes back as an Outcome.
 
 
-def prepare_call(job: Running, now: int) -> Outcome | Arguments:
+def prepare_call(job: Running, clock: Clock) -> Outcome | Arguments:
     """The arguments, or why the handler is not to be called."""
-    row = job.row
     if job.refused is not None:
         return job.refused
-    if row.expires is not None and row.expires < now:
+    if job.expires is not None and job.expires < clock.time():
         return Outcome("expired", reason="expired before it started")
-    if row.lost and row.attempts > job.settings.retry.max_attempts:
+    if job.lost and job.attempts > job.settings.retry.max_attempts:
         return Outcome("lost")
-    if row.call is None:
-        try:
-            row.call = decode_call(row.payload, row.payload_version)
-        except Undecodable as error:
-            return Outcome("undecodable", reason=str(error))
+    if job.call is not None:
+        return job.call
     try:
-        check_call(job.handler, *row.call)
+        job.call = decode_call(job.payload, job.payload_version)
+    except Undecodable as error:
+        return Outcome("undecodable", reason=str(error))
+    try:
+        check_call(job.handler, *job.call)
     except TypeError as error:
-        row.call = None
+        job.call = None
         return Outcome("parked", error=error)
-    return row.call
+    return job.call
 
 
 def check_call(handler: Handler, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -2549,14 +2590,13 @@ def check_call(handler: Handler, args: Sequence[Any], kwargs: Mapping[str, Any])
             raise TypeError(f"task {handler.name!r} does not take these arguments: {error}") from None
 
 
-async def call_handler(job: Running, threads: Threads, now: int) -> Outcome:
+async def call_handler(job: Running, threads: Threads, clock: Clock) -> Outcome:
     """Run one job to its outcome. Raises nothing but a real Ctrl-C."""
-    call = prepare_call(job, now)
+    call = prepare_call(job, clock)
     if isinstance(call, Outcome):
         return call
     args, kwargs = call
     _current.set(job)
-    _tracked.set(True)
     job.in_handler = True
     try:
         if job.why is not None:  # told to stop between the claim and this line
@@ -2568,7 +2608,7 @@ async def call_handler(job: Running, threads: Threads, now: int) -> Outcome:
             value, error = await call_in_thread(job, threads, functools.partial(job.handler.fn, *args, **kwargs))
             if inspect.isawaitable(value):
                 value = await value
-        outcome = Outcome("done", value) if error is None else outcome_of(error)
+        outcome = outcome_of(error) if error is not None else DONE if value is None else Outcome("done", value)
     except BaseException as raised:
         if isinstance(raised, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             raise  # nothing else catches a Ctrl-C in this process, so this may be one
@@ -2578,8 +2618,9 @@ async def call_handler(job: Running, threads: Threads, now: int) -> Outcome:
             outcome = Outcome("failed", error=raised)
     finally:
         job.in_handler = False
-    from_outside = await swallow_cancellation()
-    return after_stop(job, outcome, from_outside)
+    if job.why is None and job.runner is not None and not job.runner.cancelling():
+        return outcome
+    return after_stop(job, outcome, await swallow_cancellation())
 
 
 async def swallow_cancellation() -> bool:
@@ -2690,7 +2731,11 @@ def done(row: JobRow, outcome: Outcome, settings: Settings, now: int) -> Settlem
             found = "the result is nested too deep, or holds too long a number"
         if found:
             log.warning("%s is done, but %s: JSON cannot carry that, so no result is kept", label(row), found)
-    return finished(row, State.DONE, settings.result_ttl, now, reason=outcome.reason, error=None, traceback=None, result=result)
+    ttl = settings.result_ttl
+    return Settlement(
+        row.seq, row.claim_no, State.DONE, row.run_at, row.attempts, row.snoozes, row.interruptions, row.lost, None,
+        outcome.reason, None, None, result, None if ttl == math.inf else later(now, ttl) if ttl else now, ttl > 0,
+    )  # fmt: skip
 
 
 def failed(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: random.Random | None) -> Settlement:
@@ -2786,13 +2831,19 @@ class Slots:
     def full(self) -> bool:
         return self._shared <= 0 and all(free <= 0 for free in self._named.values())
 
+    def fits(self, queue: str, is_async: bool) -> bool:
+        """Whether one more job of that kind has room, and no claim under way counts on it."""
+        return not self.lent and self._named.get(queue, self._shared) > 0 and (is_async or self._threads > 0)
+
     def take(self, job: Running, slots: int = 1) -> None:
-        if job.row.queue in self._named:
-            self._named[job.row.queue] -= slots
+        if job.queue in self._named:
+            self._named[job.queue] -= slots
         else:
             self._shared -= slots
-        self._threads -= slots * (not job.handler.is_async)
-        self._fragile -= slots * (job.row.lost > 0)
+        if not job.handler.is_async:
+            self._threads -= slots
+        if job.lost:
+            self._fragile -= slots
 
     def give(self, job: Running) -> None:
         self.take(job, -1)
@@ -2852,8 +2903,15 @@ class Crew:
     """Everything that runs, from claim to settlement."""
 
     def __init__(
-        self, clock: Clock, slots: Slots, settings_of: Callable[[JobRow, Handler], Settings], worker: str, lease: float
+        self,
+        clock: Clock,
+        memory: MemoryStore,
+        slots: Slots,
+        settings_of: Callable[[JobRow, Handler], Settings],
+        worker: str,
+        lease: float,
     ) -> None:
+        self.memory = memory
         self.running: dict[bytes, Running] = {}
         self.tiers: list[Tier] = []
         self.handlers: Mapping[str, Handler] = {}
@@ -2861,13 +2919,20 @@ class Crew:
         self.threads = Threads()
         self.idle = asyncio.Event()  # nothing runs; set at that moment, cleared by who waits for it
         self.deadline_wake = asyncio.Event()
+        self.settle_wake = asyncio.Event()
         self.closing = asyncio.Event()
         self.activity = 0  # grows with every job that is inserted or started here
         self._clock = clock
+        loop = asyncio.get_running_loop()
+        # Without a factory `create_task` comes to this, a third slower.
+        plain = loop.get_task_factory() is None
+        self._create_task = functools.partial(asyncio.Task, loop=loop) if plain else loop.create_task
         self._slots = slots
         self._settings_of = settings_of
         self._worker = worker
         self._lease = lease
+        self._ended: list[tuple[Running, Outcome, Settlement]] = []  # durable, to be written
+        self._singly = False  # write them one by one: together it did not work
         self._next_deadline = math.inf
         self._last: Running | None = None
         self._watch: asyncio.TimerHandle | None = None
@@ -2876,7 +2941,10 @@ class Crew:
 
     async def claim(self, tier: Tier, now: int) -> float:
         """Take what is due and fits, and start it."""
-        if not tier.claiming or self._slots.full():
+        tier.hungry = tier.claiming
+        if not tier.claiming:
+            return math.inf
+        if self._slots.full():
             return math.inf  # a slot that comes free wakes both tiers
         if self._slots.lent and any(other.durable and other.claiming for other in self.tiers):
             tier.waits_for_room = True  # (once that tier is closed, what its last claim still brings is handed back)
@@ -2893,34 +2961,52 @@ class Crew:
                 if waiting.waits_for_room:
                     waiting.waits_for_room = False
                     waiting.wake.set()
-        back = [row for row in claimed.rows if row.id in self.running]  # lost the lease here, and the thread has not ended yet
-        for row in claimed.rows:
-            if row not in back:
-                self._start(tier, row)
-        if back:
-            await tier.store.settle([decide(row, Outcome("unstarted", delay=1.0), Settings(), now) for row in back], now)
+        tier.hungry = claimed.more
+        await self._start_all(tier, claimed.rows, now)
         due = math.inf if claimed.next_at is None else max(0.0, (claimed.next_at - now) / 1e6)
         return min(due, POLL) if tier.durable else due
 
-    def _start(self, tier: Tier, row: JobRow) -> None:
-        if tier.durable:
-            row = self.known(row)
-        handler = self.handlers[row.task] if tier.durable else row.handler or self.handlers[row.task]
-        refused = None
-        try:
-            row.handler, row.settings = handler, row.settings or self._settings_of(row, handler)
-        except Undecodable as error:
-            row.settings, refused = Settings(), Outcome("undecodable", reason=str(error))
-        began = self._clock.monotonic()
-        job = Running(row=row, handler=handler, settings=row.settings, tier=tier, began=began, refused=refused)
-        job.deadline = job.began + job.settings.timeout
+    async def _start_all(self, tier: Tier, rows: Sequence[JobRow], now: int) -> None:
+        back = []
+        for row in rows:
+            if row.id in self.running:  # it lost its lease here, and its thread has not ended yet
+                back.append(decide(row, Outcome("unstarted", delay=1.0), Settings(), now))
+                continue
+            if self.live and tier.durable:
+                row = self.known(row)
+            handler = row.handler or self.handlers[row.task]
+            try:
+                self.start(tier, row, handler, row.settings or self._settings_of(row, handler))
+            except Undecodable as error:
+                self.start(tier, row, handler, Settings(), Outcome("undecodable", reason=str(error)))
+        if back:
+            await tier.store.settle(back, now)
+
+    def may_start(self, tier: Tier, queue: str, handler: Handler, now: int) -> bool:
+        """Whether a best-effort job may start without having waited: a slot is free, and nobody waits for one."""
+        for other in self.tiers:
+            if other.hungry:
+                return False
+        return tier.claiming and not self.memory.has_due(now) and self._slots.fits(queue, handler.is_async)
+
+    def start(self, tier: Tier, row: JobRow, handler: Handler, settings: Settings, refused: Outcome | None = None) -> None:
+        """Run a claimed row in a task of its own."""
+        job = cast(Running, row)
+        job.handler, job.settings, job.tier = handler, settings, tier
+        if refused is not None or job.runner is not None:
+            job.refused, job.why, job.note, job.deadline = refused, None, None, math.inf  # nothing of an earlier run stays
+        if settings.timeout < math.inf:
+            job.deadline = self._clock.monotonic() + settings.timeout
+            if job.deadline < self._next_deadline:
+                self._next_deadline = job.deadline
+                self.deadline_wake.set()
         self.activity += 1
         self.running[row.id] = job
         self._slots.take(job)
-        context = row.context.copy() if row.context is not None else contextvars.Context()
-        job.task = asyncio.get_running_loop().create_task(self._run(job), name=f"tinyq {row.task}", context=context)
-        if job.deadline < self._next_deadline:
-            self.deadline_wake.set()
+        context = contextvars.Context() if row.context is None else row.context
+        if settings.retry.max_attempts > 1:
+            context = context.copy()  # what one attempt sets there is not for the next
+        job.runner = self._create_task(self._run(job), name=handler.task_name, context=context)
         if self._watch is None:
             self._watch_loop(first=True)
 
@@ -2942,70 +3028,103 @@ class Crew:
         return row
 
     async def _run(self, job: Running) -> None:
-        """The life of one claimed job."""
+        """The life of one claimed job, but for the writing of its outcome."""
         try:
             if not job.tier.claiming:  # claimed while the tier was being closed: hand it back unstarted
                 outcome = Outcome("unstarted")
             else:
-                outcome = await call_handler(job, self.threads, self._clock.time())
+                outcome = await call_handler(job, self.threads, self._clock)
             self._slots.give(job)
             self._last = job
-            self.wake_tiers()
-            if outcome.kind == "dropped":
-                log.warning("%s: %s; its outcome is not written", label(job.row), outcome.reason)
-            else:
-                await self._settle(job, outcome)
-        except Exception:
-            log.exception("%s: a defect in tinyq; the job runs again when its lease ends", label(job.row))
-        finally:
-            del self.running[job.row.id]
-            self.tell(job.row)
-            if not self.running:
-                self.idle.set()
+            self._wake_hungry()
+            self._settle(job, outcome)
+        except BaseException as error:
+            self._leave(job, self._clock.time())
+            if not isinstance(error, Exception):
+                raise
+            log.exception("%s: a defect in tinyq; the job runs again when its lease ends", label(job))
 
-    def wake_tiers(self) -> None:
-        """In turns, so that neither tier takes every slot that comes free."""
-        self.tiers.reverse()
-        for tier in self.tiers:
-            tier.wake.set()
+    def _wake_hungry(self) -> None:
+        """A slot came free. In turns, so that neither tier takes every one."""
+        if self.tiers[0].hungry or self.tiers[-1].hungry:
+            self.tiers.reverse()
+            for tier in self.tiers:
+                if tier.hungry:
+                    tier.wake.set()
 
-    async def _settle(self, job: Running, outcome: Outcome) -> None:
-        """Write the outcome, however long the store cannot take it: the lease goes on being renewed meanwhile."""
-        row, failures = job.row, 0
-        change = decide(row, outcome, job.settings, self._clock.time())
-        while True:
-            try:
-                states = await job.tier.store.settle([change], self._clock.time())
-                break
-            except StoreError as error:
-                failures += 1
-                if failures == 1:
-                    log.error("%s ended, which cannot be written yet: %s", label(row), error_text(error))
-                if self.closing.is_set():
-                    log.error("%s ended, which was never written: it runs again when its lease ends", label(row))
-                    return
-                await self._clock.wait(self.closing, min(5.0, 0.05 * 2.0**failures))
-        if row.seq not in states:
-            log.warning("%s had lost its lease when it ended: its outcome is dropped", label(row))
-            return
-        report(row, outcome, change)
-        if job.tier.durable:
-            apply(row, change, self._clock.time())
-            row.call = None
-            if states[row.seq] is not change.state:
-                row.state, row.reason = states[row.seq], MERGED if row.key is not None else CANCELLED_ON_REQUEST
-        row.exception = outcome.error
-        if outcome.kind == "done":
-            row.value = outcome.value
-        job.tier.wake.set()
+    def _leave(self, job: Running, now: int) -> None:
+        """It runs here no more, whatever has been written of it."""
+        del self.running[job.id]
+        self.tell(job, now)
+        if not self.running:
+            self.idle.set()
 
-    def tell(self, row: JobRow) -> None:
+    def _settle(self, job: Running, outcome: Outcome) -> None:
+        """Best-effort outcomes are written at once; durable ones by the next round, and the lease is renewed until then."""
+        now = self._clock.time()
+        if outcome is DONE and not job.durable and job.key is None and job.settings.result_ttl <= 0:
+            self.memory.forget(job, now)  # what most jobs come to, without the detour
+            self._leave(job, now)
+        elif outcome.kind == "dropped":
+            log.warning("%s: %s; its outcome is not written", label(job), outcome.reason)
+            self._leave(job, now)
+        elif job.tier.durable:
+            self._ended.append((job, outcome, decide(job, outcome, job.settings, now)))
+            self.settle_wake.set()
+        else:
+            change = decide(job, outcome, job.settings, now)
+            self._settled(job, outcome, change, self.memory.settle_now([change], now).get(job.seq), now)
+
+    async def settle(self, tier: Tier, now: int) -> float:
+        """Write what durable jobs have come to, all that wait at once; what cannot be written stays, and so do the leases."""
+        most = 1 if self._singly else GROUP
+        batch, self._ended = self._ended[:most], self._ended[most:]
+        if not batch:
+            return math.inf
+        try:
+            states = await tier.store.settle([change for _, _, change in batch], now)
+        except BaseException as error:
+            self._singly = isinstance(error, Exception) and not isinstance(error, StoreBusy)
+            self._ended = self._ended + batch if self._singly else batch + self._ended
+            raise
+        for job, outcome, change in batch:
+            self._settled(job, outcome, change, states.get(change.seq), now)
+        self._singly = self._singly and bool(self._ended)
+        tier.wake.set()
+        return 0.0 if self._ended else math.inf
+
+    def _settled(self, job: Running, outcome: Outcome, change: Settlement, state: State | None, now: int) -> None:
+        if state is None:
+            log.warning("%s had lost its lease when it ended: its outcome is dropped", label(job))
+        else:
+            report(job, outcome, change)
+            if job.tier.durable:
+                apply(job, change, now)
+                job.call = None
+                if state is not change.state:
+                    job.state, job.reason = state, MERGED if job.key is not None else CANCELLED_ON_REQUEST
+            job.exception = outcome.error
+            if outcome.kind == "done":
+                job.value = outcome.value
+            if change.state is State.PENDING or job.key is not None:
+                job.tier.wake.set()
+        self._leave(job, now)
+
+    def unwritten(self) -> None:
+        """Give up on the outcomes that the store has not taken by the end of the shutdown."""
+        for job, _, _ in self._ended:
+            log.error("%s ended, which was never written: it runs again when its lease ends", label(job))
+            self._leave(job, self._clock.time())
+        self._ended = []
+
+    def tell(self, row: JobRow, now: int) -> None:
         """Let whoever waits for a row look at it again: it has ended, or it is no longer what it was here."""
-        if row.state not in (State.PENDING, State.RUNNING):
-            row.finished = row.finished or self._clock.time()
-        for waiter in row.waiters or ():
-            if not waiter.done():
-                waiter.set_result(None)
+        if row.finished is None and row.state is not State.PENDING and row.state is not State.RUNNING:
+            row.finished = now
+        if row.waiters:
+            for waiter in row.waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
 
     async def deadlines(self, now: int) -> float:
         """Stop what has run for longer than its timeout."""
@@ -3013,7 +3132,7 @@ class Crew:
         for job in list(self.running.values()):
             if job.deadline <= moment and job.why == "timeout":
                 job.deadline = math.inf
-                log.warning("%s timed out and was cancelled, and does not end: it keeps its slot", label(job.row))
+                log.warning("%s timed out and was cancelled, and does not end: it keeps its slot", label(job))
             elif job.deadline <= moment:
                 job.deadline = moment + 5.0 if job.handler.is_async else math.inf
                 job.stop("timeout")
@@ -3025,8 +3144,8 @@ class Crew:
         loop = asyncio.get_running_loop()
         lag = 0.0 if first else loop.time() - due
         if lag > LAG:
-            running = {job.row.task for job in self.running.values() if job.handler.is_async}
-            suspects = sorted(running | ({self._last.row.task} if self._last and self._last.handler.is_async else set()))
+            running = {job.task for job in self.running.values() if job.handler.is_async}
+            suspects = sorted(running | ({self._last.task} if self._last and self._last.handler.is_async else set()))
             names = ", ".join(suspects[:5]) or "none of tinyq's"
             log.warning(
                 "the event loop was blocked for %.1f s; async jobs at the time: %s; use def for blocking code", lag, names
@@ -3056,14 +3175,14 @@ class Crew:
         return self._lease / 4
 
     async def _renew(self, tier: Tier, now: int) -> None:
-        held = {job.row.seq: job for job in self.running.values() if job.tier is tier}
+        held = {job.seq: job for job in self.running.values() if job.tier is tier}
         if not held:
             return
-        claims = [(seq, job.row.claim_no, job.note) for seq, job in held.items()]
+        claims = [(seq, job.claim_no, job.note) for seq, job in held.items()]
         answers = await tier.store.extend(claims, later(now, self._lease))
         for seq, job in held.items():
             if seq not in answers and job.in_handler and job.why != "lost":
-                log.warning("%s has lost its lease: it is cancelled here and writes nothing", label(job.row))
+                log.warning("%s has lost its lease: it is cancelled here and writes nothing", label(job))
                 job.stop("lost")
             elif answers.get(seq) is not None and job.why is None:
                 job.stop("cancel")
@@ -3092,7 +3211,7 @@ class Crew:
                 log.warning("%s was reclaimed: worker %s has not renewed its lease", label(row), row.worker)
                 report(row, Outcome("lost"), change)
                 if row.id in self.live:
-                    self.tell(self.known(row.but(state=states[row.seq], error=change.error)))
+                    self.tell(self.known(row.but(state=states[row.seq], error=change.error)), now)
         tier.wake.set()
 
     def _after_loss(self, row: JobRow, now: int) -> Settlement:
@@ -3223,10 +3342,11 @@ class Intake:
         self.durable: Tier | None = None
         self.durable_tasks: dict[str, bool] = {}
         slots = Slots(config.concurrency, config.queues, config.threads)
-        self.crew = Crew(self.clock, slots, self.settings_of, self.worker, config.lease)
+        self.crew = Crew(self.clock, self.memory_store, slots, self.settings_of, self.worker, config.lease)
         self.crew.handlers = handlers
         self.crew.tiers.append(self.memory)
         self.spawned: dict[asyncio.Task[Any], str] = {}
+        self.mark = object()  # of this run
         self._room: deque[asyncio.Event] = deque()
         self._awaited: set[JobRow] = set()
         self._moving: dict[bytes, asyncio.Task[list[JobRow]]] = {}  # promotions under way
@@ -3245,6 +3365,7 @@ class Intake:
 
     def learn(self, handler: Handler) -> None:
         """Let claims take jobs of this task."""
+        handler.learned = self.mark
         self.memory_tasks[handler.name] = not handler.is_async or self.memory_tasks.get(handler.name, False)
         if handler.registered:
             self.durable_tasks[handler.name] = not handler.is_async
@@ -3255,9 +3376,16 @@ class Intake:
         self, handler: Handler | None, name: str, settings: Settings, call: Arguments, overrides: Mapping[str, Any]
     ) -> JobRow:
         now = self.clock.time()
-        run_at = settings.run_at if settings.run_at is not None else later(now, settings.delay) if settings.delay else now
-        row = JobRow(new_id(now), name, settings.queue, settings.priority, run_at, now)
-        row.handler, row.settings, row.key, row.on_conflict = handler, settings, settings.key, settings.on_conflict
+        row = JobRow(new_id(now), name, settings.queue, settings.priority, now, now)
+        row.handler, row.settings = handler, settings
+        if settings.simple:
+            row.call, row.context = call, contextvars.copy_context()
+            return row
+        row.key, row.on_conflict = settings.key, settings.on_conflict
+        if settings.run_at is not None:
+            row.run_at = settings.run_at
+        elif settings.delay:
+            row.run_at = later(now, settings.delay)
         if settings.expires is not None:
             at = settings.expires
             row.expires = as_moment(at, "expires") if isinstance(at, datetime) else later(now, at)
@@ -3269,6 +3397,20 @@ class Intake:
             row.call = call
             row.context = contextvars.copy_context()
         return row
+
+    def start_at_once(self, row: JobRow) -> bool:
+        """Start a new best-effort job here and now, if it need not wait for anything."""
+        handler, settings, now = row.handler, row.settings, row.created
+        if (
+            handler is None
+            or settings is None
+            or not settings.simple
+            or not self.crew.may_start(self.memory, row.queue, handler, now)
+        ):
+            return False
+        self.memory_store.adopt(row, now)
+        self.crew.start(self.memory, row, handler, settings)
+        return True
 
     async def insert(self, rows: Sequence[JobRow]) -> Sequence[Inserted]:
         """Store rows of one tier; each answer's row is the one object that stands for that job in this process."""
@@ -3345,7 +3487,7 @@ class Intake:
             raise NotStarted(
                 "this TinyQ was started in another event loop: start one in each loop, or hand the work over to that loop"
             )
-        if self.phase != "running" and not (self.phase == "stopping" and _tracked.get()):
+        if self.phase != "running" and not (self.phase == "stopping" and (_spawned.get() or _current.get(None) is not None)):
             raise ShuttingDown(f"tinyq is {self.phase}: nothing was stored; enqueue before the lifespan ends")
 
     def spawn(self, coro: Coroutine[Any, Any, T], name: str | None, context: contextvars.Context | None) -> asyncio.Task[T]:
@@ -3368,7 +3510,7 @@ class Intake:
 
 async def contained(coro: Coroutine[Any, Any, T]) -> T:
     """A spawned coroutine that cannot take the event loop down by SystemExit or KeyboardInterrupt."""
-    _tracked.set(True)
+    _spawned.set(True)
     try:
         return await coro
     except (SystemExit, KeyboardInterrupt) as error:
@@ -3386,7 +3528,7 @@ class Inquiries(Intake):
         found = await self.memory_store.get([id])
         if not found and self.durable is not None:
             if id in self.crew.running:
-                return self.crew.running[id].row
+                return self.crew.running[id]
             found = [self.crew.known(row) for row in await self.durable.store.get([id])]
         return found[0] if found else None
 
@@ -3404,18 +3546,23 @@ class Inquiries(Intake):
         while row.finished is None:
             if self.phase == "stopped":
                 raise NoResult(f"job {id_text(row.id)} was {row.state} when tinyq stopped here")
-            waiter: asyncio.Future[None] = self.loop.create_future()
-            row.waiters = [*(row.waiters or ()), waiter]
-            self._awaited.add(row)
-            try:
-                if not row.durable or row.id in self.crew.running:
-                    await waiter
-                elif not (await asyncio.wait({waiter}, timeout=POLL))[0]:
-                    await self._look_up(row)
-            finally:
-                row.waiters.remove(waiter)
-                if not row.waiters:
-                    self._awaited.discard(row)
+            if not await self._wait_for_change(row):
+                await self._look_up(row)
+
+    async def _wait_for_change(self, row: JobRow) -> bool:
+        """Until something has become of the row here; False if it is not here and it may be time to look."""
+        waiter: asyncio.Future[None] = self.loop.create_future()
+        row.waiters = [*(row.waiters or ()), waiter]
+        self._awaited.add(row)
+        try:
+            if not row.durable or row.id in self.crew.running:
+                await waiter
+                return True
+            return bool((await asyncio.wait({waiter}, timeout=POLL))[0])
+        finally:
+            row.waiters.remove(waiter)
+            if not row.waiters:
+                self._awaited.discard(row)
 
     async def _look_up(self, row: JobRow) -> None:
         """What has become of a durable job that does not run here."""
@@ -3439,9 +3586,9 @@ class Inquiries(Intake):
         await self.promotion_of(row)
         while row.finished is None and self.phase != "stopped":
             job = self.crew.running.get(row.id)
-            if job is not None and job.task is not None:
+            if job is not None:
                 job.stop("cancel")
-                await asyncio.wait({job.task})
+                await self._wait_for_change(row)
                 continue  # if it failed at that moment, it is pending again
             settings, now = self.settings_for(row), self.clock.time()
             keep_until = None if settings.failure_ttl == math.inf else later(now, settings.failure_ttl)
@@ -3449,7 +3596,7 @@ class Inquiries(Intake):
             state = (await store.cancel([row.id], CANCELLED_ON_REQUEST, keep_until, now)).get(row.id)
             if state is State.CANCELLED:
                 row.state, row.reason, row.finished = State.CANCELLED, row.reason or CANCELLED_ON_REQUEST, now
-                self.crew.tell(row)
+                self.crew.tell(row, self.clock.time())
                 self._room_freed()
             elif state is not State.RUNNING or not await self._wait_for_stranger(row):
                 break
@@ -3533,7 +3680,7 @@ class Inquiries(Intake):
             self.memory_store.attach([row for row, _ in pairs], now)
             self.memory.wake.set()
             for row, _ in pairs:
-                self.crew.tell(row)
+                self.crew.tell(row, self.clock.time())
             raise
         promoted = []
         for (row, stored), answer in zip(pairs, answers, strict=True):
@@ -3547,7 +3694,7 @@ class Inquiries(Intake):
             else:
                 row.state, row.reason = State.CANCELLED, "a durable job with the same key exists"
                 log.info("%s was not promoted: %s", label(row), row.reason)
-            self.crew.tell(row)
+            self.crew.tell(row, self.clock.time())
         tier.wake.set()
         self._room_freed()
         return promoted
@@ -3584,6 +3731,7 @@ class Engine(Inquiries):
                 tasks=self.durable_tasks,
                 wake=asyncio.Event(),
                 claiming=self.config.worker,
+                hungry=self.config.worker,  # what it left is not known before the first claim
             )
             self.crew.tiers.append(self.durable)
         for handler in self.handlers.values():
@@ -3592,6 +3740,8 @@ class Engine(Inquiries):
         for tier in self.crew.tiers:
             self._begin_tier(tier)
         self._begin("timeouts", self.crew.deadlines, self.crew.deadline_wake)
+        if self.durable is not None:
+            self._begin("durable outcomes", functools.partial(self.crew.settle, self.durable), self.crew.settle_wake, 5.0)
         for schedule in schedules:
             self.add_schedule(schedule)
         facts = self.durable_store.facts if self.durable_store else {"path": "none, best-effort jobs only"}
@@ -3713,6 +3863,7 @@ class Engine(Inquiries):
         await asyncio.wait(self._loops, timeout=EXTRA)
         for loop in self._loops:
             loop.cancel()
+        await self._write_the_last()
         for row in self._awaited:
             for waiter in row.waiters or ():
                 if not waiter.done():
@@ -3722,6 +3873,14 @@ class Engine(Inquiries):
             await self.durable_store.close()
         await self.crew.threads.close()
         log.info("tinyq stopped%s", f"; still running: {', '.join(stuck)}" if stuck else "")
+
+    async def _write_the_last(self) -> None:
+        """The outcomes that the store has not taken so far: once more, and then they are given up."""
+        if self.durable is not None:
+            with contextlib.suppress(StoreError):
+                while await self.crew.settle(self.durable, self.clock.time()) == 0:
+                    pass
+            self.crew.unwritten()
 
     async def _wait_for_jobs(self) -> None:
         """Until the running and the due best-effort jobs have ended, or the grace has."""
@@ -3745,7 +3904,7 @@ class Engine(Inquiries):
         return bool(self.crew.running)
 
     def _names(self) -> str:
-        running = Counter([job.row.task for job in self.crew.running.values()] + list(self.spawned.values()))
+        running = Counter([job.task for job in self.crew.running.values()] + list(self.spawned.values()))
         return ", ".join(f"{name} ×{n}" for name, n in running.most_common(10)) or "nothing"
 
     async def _cancel_jobs(self) -> list[str]:
@@ -3761,7 +3920,7 @@ class Engine(Inquiries):
                     task.cancel()
             self.crew.idle.clear()
             await self.clock.wait(self.crew.idle, min(0.1, ends - moment))
-        stuck = [label(job.row) for job in self.crew.running.values()] + [
+        stuck = [label(job) for job in self.crew.running.values() if job.runner and not job.runner.done()] + [
             f"spawned task {name}" for name in self.spawned.values()
         ]
         for name in stuck:
@@ -3791,7 +3950,7 @@ class Engine(Inquiries):
             now = self.clock.time()
             await self.memory_store.cancel([row.id for row in lost], "lost at shutdown", now, now)
             for row in lost:
-                self.crew.tell(row)
+                self.crew.tell(row, self.clock.time())
 
     def _may_promote(self, row: JobRow) -> bool:
         handler = row.handler
@@ -3951,7 +4110,8 @@ class Task(Generic[P, C_co, R_co]):
 
     async def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> Job[R_co]:
         """Enqueue a call with the task's own options; all arguments go to the handler. Raises as `TinyQ.enqueue`."""
-        return await self._q._enqueue(self._handler, self.name, args, kwargs, {})
+        begun = self._q._begin(self._handler, self._handler.name, args, kwargs, {})
+        return begun if isinstance(begun, Job) else await self._q._insert(begun)
 
     def options(self, **options: Unpack[Options]) -> Call[P, R_co]:
         """The task with other options: `await send.options(delay=60).enqueue(…)`."""
@@ -3975,7 +4135,8 @@ class Call(Generic[P, R_co]):
 
     async def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> Job[R_co]:
         """Enqueue a call; all arguments go to the handler."""
-        return await self._q._enqueue(self._handler, self._handler.name, args, kwargs, self._options)
+        begun = self._q._begin(self._handler, self._handler.name, args, kwargs, self._options)
+        return begun if isinstance(begun, Job) else await self._q._insert(begun)
 
 
 class Decorator(Protocol):
@@ -4153,7 +4314,8 @@ class TinyQ:
                         f"{option!r} is both an option and a parameter of task {name!r}: "
                         f"write task.options({option}=…).enqueue(…) for the option, task.enqueue({option}=…) for the parameter"
                     )
-        return await self._enqueue(handler, name, args, kwargs, check_options(options, f"enqueue({name})") if options else {})
+        begun = self._begin(handler, name, args, kwargs, check_options(options, f"enqueue({name})") if options else {})
+        return begun if isinstance(begun, Job) else await self._insert(begun)
 
     def _find(self, fn: Any, durable: bool) -> tuple[Handler | None, str]:
         """The handler behind what was handed to enqueue; None for the name of a task that only other processes know."""
@@ -4177,11 +4339,16 @@ class TinyQ:
             handler = make_handler(fn)
         return handler, handler.name
 
-    async def _enqueue(
+    def _begin(
         self, handler: Handler | None, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> Job[Any]:
+    ) -> Job[Any] | JobRow:
+        """The job, if it could start at once; else the row that is to be inserted."""
         engine = self._running()
         row = self._make_row(engine, handler, name, args, kwargs, options)
+        return Job(engine, row, True) if engine.start_at_once(row) else row
+
+    async def _insert(self, row: JobRow) -> Job[Any]:
+        engine = self._running()
         [answer] = await engine.insert([row])
         return Job(engine, answer.row, answer.verdict == "created")
 
@@ -4204,7 +4371,7 @@ class TinyQ:
                 raise TypeError(
                     f"{name!r} is not a registered task, so no later process could find it: decorate it with @tinyq.task"
                 )
-            if not handler.registered:
+            if handler.learned is not engine.mark:
                 engine.learn(handler)
         if settings.durable:
             engine.require_durable()
