@@ -540,7 +540,7 @@ class JobRow:
     created: int
     seq: int = 0
     namespace: str = "default"
-    lane: str = ""  # reserved: part of the claim index from the start
+    lane: int = 0  # see lane_of
     state: State = State.PENDING
     ready: int | None = None  # why a pending job is or is not claimable, see LATER and its neighbours
     payload: str | None = None
@@ -737,10 +737,11 @@ class Settlement(NamedTuple):
 
 
 class Inserted(NamedTuple):
-    """What became of a row given to `insert`: created, or the existing row that a key led to, or a fire time lost or skipped."""
+    """What became of a row given to `insert`: created (or handed over and started), or the existing row that a key led to, or a
+    fire time lost or skipped."""
 
     row: JobRow
-    verdict: Literal["created", "existing", "replaced", "lost", "overlap"]
+    verdict: Literal["created", "started", "existing", "replaced", "lost", "overlap"]
 
 
 class Claimed(NamedTuple):
@@ -866,16 +867,29 @@ def encode_json(value: object) -> str:
     return json_encoder()(value)
 
 
-def decode_json(text: str, constants: Callable[[str], object] | None = None) -> Any:
+def refuse_constant(name: str) -> Never:
+    raise ValueError(f"{name} is not JSON, though Python's module reads it")
+
+
+@functools.cache
+def json_decoder(strict: bool) -> Callable[[str], Any]:
     import json
 
-    return json.loads(text, parse_constant=constants)
+    return json.JSONDecoder(parse_constant=refuse_constant if strict else None).decode
+
+
+def decode_json(text: str, strict: bool = False) -> Any:
+    """Strict: without NaN and its like, which Python's module reads."""
+    return json_decoder(strict)(text)
+
+
+SIMPLE: Final = frozenset((str, int, bool, type(None)))  # what JSON carries as it is, with nothing in it to look at
 
 
 def foreign(value: object, path: str) -> str | None:
     """Where and what in a value JSON cannot carry as it is; None if nothing."""
     kind = type(value)
-    if value is None or kind in (str, int, bool):
+    if kind in SIMPLE:
         return None
     if kind is float:
         return None if math.isfinite(cast(float, value)) else f"{path} is {value!r}, which is not JSON"
@@ -904,6 +918,9 @@ def argument_name(handler: Handler | None, position: int) -> str:
 def encode_call(handler: Handler | None, name: str, call: Arguments, limit: int) -> str:
     """The JSON of a call. Raises PayloadError (naming task and path) or PayloadTooLarge."""
     args, kwargs = call
+    if len(args) + len(kwargs) < 20 and {*map(type, args), *map(type, kwargs.values())} <= SIMPLE:
+        with contextlib.suppress(ValueError):  # too long a number
+            return within(limit, name, encode_json((args, kwargs)))
     texts = []
     for path, value in [*((argument_name(handler, i), value) for i, value in enumerate(args)), *kwargs.items()]:
         try:
@@ -917,7 +934,10 @@ def encode_call(handler: Handler | None, name: str, call: Arguments, limit: int)
                 "pass an id, a str, or a plain list or dict instead"
             )
     keywords = (f"{encode_json(key)}:{value}" for key, value in zip(kwargs, texts[len(args) :], strict=True))
-    text = f"[[{','.join(texts[: len(args)])}],{{{','.join(keywords)}}}]"
+    return within(limit, name, f"[[{','.join(texts[: len(args)])}],{{{','.join(keywords)}}}]")
+
+
+def within(limit: int, name: str, text: str) -> str:
     if len(text) > limit:
         raise PayloadTooLarge(
             f"task {name!r}: the arguments take {len(text):,} bytes of JSON and max_payload is {limit:,}: "
@@ -926,16 +946,12 @@ def encode_call(handler: Handler | None, name: str, call: Arguments, limit: int)
     return text
 
 
-def refuse_constant(name: str) -> Never:
-    raise ValueError(f"{name} is not JSON, though Python's module reads it")
-
-
 def decode_call(payload: str | None, version: int) -> tuple[list[Any], dict[str, Any]]:
     """The arguments in a stored payload; Undecodable if it is not one."""
     if version != PAYLOAD_VERSION:
         raise Undecodable(f"undecodable: payload version {version}, and this tinyq reads {PAYLOAD_VERSION}")
     try:
-        args, kwargs = decode_json(payload or "", refuse_constant)
+        args, kwargs = decode_json(payload or "", strict=True)
     except (ValueError, TypeError, RecursionError) as error:
         raise Undecodable(f"undecodable: the payload is not the JSON of a call ({type(error).__name__})") from None
     if not isinstance(args, list) or not isinstance(kwargs, dict):
@@ -1049,6 +1065,9 @@ def check_options(options: Mapping[str, Any], where: str, *others: str) -> dict[
     if "delay" in checked and "run_at" in checked:
         raise ValueError(f"{where}: delay and run_at both say when to start: give one of them")
     return checked
+
+
+STORED_OPTIONS: Final = frozenset(("timeout", "result_ttl", "failure_ttl", "retry"))
 
 
 def encode_overrides(name: str, overrides: Mapping[str, Any]) -> str | None:
@@ -1431,7 +1450,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self._rows: dict[bytes, JobRow] = {}
         self._live: dict[int, JobRow] = {}  # running, by seq
-        self._lanes: dict[tuple[str, str, str, int], list[Entry]] = {}
+        self._lanes: dict[tuple[str, str, int, int], list[Entry]] = {}
         self._later: list[Entry] = []  # the same with priority 0
         self._finished: deque[JobRow] = deque()
         self._keys: dict[tuple[str, str, State], JobRow] = {}
@@ -1725,7 +1744,7 @@ MIGRATIONS: Final = (
             namespace TEXT NOT NULL,
             task TEXT NOT NULL,
             queue TEXT NOT NULL,
-            lane TEXT NOT NULL,
+            lane INTEGER NOT NULL DEFAULT 0,  -- see lane_of; 0: to be found out by the next claim
             priority INTEGER NOT NULL,
             run_at INTEGER NOT NULL,
             created INTEGER NOT NULL,
@@ -1738,11 +1757,15 @@ MIGRATIONS: Final = (
             worker TEXT, lease INTEGER, started INTEGER, finished INTEGER, cancel_at INTEGER,
             reason TEXT, error TEXT, traceback TEXT, result TEXT, keep_until INTEGER
         ) STRICT""",
+        """CREATE TRIGGER tinyq_moved AFTER UPDATE OF namespace, queue, task ON tinyq_jobs BEGIN
+            UPDATE tinyq_jobs SET lane = 0 WHERE seq = new.seq AND (new.namespace, new.queue, new.task)
+                IS NOT (old.namespace, old.queue, old.task);
+        END""",
         # Only what may start now is in the claim index: its size, and so the cost of a claim, ignores everything else.
-        "CREATE INDEX tinyq_claim ON tinyq_jobs (namespace, queue, task, lane, priority DESC, run_at, seq) WHERE ready = 1",
+        "CREATE INDEX tinyq_claim ON tinyq_jobs (lane, priority DESC, run_at) WHERE ready = 1",
         "CREATE INDEX tinyq_later ON tinyq_jobs (namespace, run_at, priority DESC) WHERE ready = 0",
-        "CREATE INDEX tinyq_fragile ON tinyq_jobs (namespace, priority DESC, run_at, seq) WHERE ready = 3",
-        "CREATE INDEX tinyq_leases ON tinyq_jobs (namespace, lease) WHERE state = 'running'",
+        "CREATE INDEX tinyq_fragile ON tinyq_jobs (namespace, priority DESC, run_at) WHERE ready = 3",
+        "CREATE INDEX tinyq_leases ON tinyq_jobs (lease) WHERE state = 'running'",
         "CREATE UNIQUE INDEX tinyq_keys ON tinyq_jobs (namespace, task, key, state) WHERE key IS NOT NULL AND finished IS NULL",
         "CREATE INDEX tinyq_occurrences ON tinyq_jobs (namespace, schedule) WHERE schedule IS NOT NULL AND finished IS NULL",
         "CREATE INDEX tinyq_keep ON tinyq_jobs (keep_until) WHERE keep_until IS NOT NULL",
@@ -1756,6 +1779,18 @@ INSERT: Final = (
     f"INSERT INTO tinyq_jobs ({', '.join(c for c in COLUMNS if c != 'seq')}) "
     f"VALUES ({', '.join(':' + c for c in COLUMNS if c != 'seq')})"
 )
+# What most jobs need. A job with a key, of a schedule or with a history takes the statement above.
+INSERT_NEW: Final = (
+    "INSERT INTO tinyq_jobs (id, namespace, task, queue, lane, priority, run_at, created, state, ready, payload, "
+    "payload_version, options, expires, attempts, claim_no, snoozes, interruptions, lost) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'pending', ?, ?, ?, ?, ?, 0, 0, 0, 0, 0)"
+)
+# The same for a job that is handed over: running from its first moment on.
+INSERT_HANDED: Final = (
+    INSERT_NEW.replace("'pending', ?", "'running', NULL")
+    .replace("interruptions, lost) ", "interruptions, lost, worker, lease, started) ")
+    .replace("0, 0, 0, 0, 0)", "1, 1, 0, 0, 0, ?, ?, ?)")
+)
 SAME_KEY: Final = f"SELECT {ALL} FROM tinyq_jobs WHERE namespace = ? AND task = ? AND key = ? AND state = ? AND finished IS NULL"
 REPLACE: Final = f"UPDATE tinyq_jobs SET {', '.join(f'{c} = :{c}' for c in REPLACED)}, ready = :ready WHERE seq = :seq"
 FIRE: Final = (
@@ -1764,24 +1799,17 @@ FIRE: Final = (
 )
 OVERLAP: Final = "SELECT 1 FROM tinyq_jobs WHERE namespace = ? AND schedule = ? AND finished IS NULL LIMIT 1"
 
-# The claim. A lane is (queue, task, lane); the recursion jumps from one non-empty lane to the next, whatever is in them. (One
-# comparison of row values would say the same, but SQLite then walks through all of the queue.)
+# The claim. The recursion jumps from one non-empty lane of the namespace to the next, whatever is in them.
 LANES: Final = """
-WITH RECURSIVE head(seq, queue, task, lane) AS (
-    SELECT * FROM (SELECT seq, queue, task, lane FROM tinyq_jobs WHERE ready = 1 AND namespace = :namespace
-                   ORDER BY queue, task, lane LIMIT 1)
+WITH RECURSIVE head(lane, seq) AS (
+    SELECT * FROM (SELECT lane, seq FROM tinyq_jobs WHERE ready = 1 AND lane BETWEEN :first AND :last ORDER BY lane LIMIT 1)
     UNION ALL
-    SELECT j.seq, j.queue, j.task, j.lane FROM head CROSS JOIN tinyq_jobs j ON j.seq = coalesce(
-        (SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.namespace = :namespace AND n.queue = head.queue
-            AND n.task = head.task AND n.lane > head.lane ORDER BY n.lane LIMIT 1),
-        (SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.namespace = :namespace AND n.queue = head.queue
-            AND n.task > head.task ORDER BY n.task, n.lane LIMIT 1),
-        (SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.namespace = :namespace
-            AND n.queue > head.queue ORDER BY n.queue, n.task, n.lane LIMIT 1))
-) SELECT queue, task, lane FROM head"""
+    SELECT j.lane, j.seq FROM head CROSS JOIN tinyq_jobs j ON j.seq = (
+        SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.lane > head.lane AND n.lane <= :last ORDER BY n.lane LIMIT 1)
+) SELECT j.queue, j.task, j.lane FROM head CROSS JOIN tinyq_jobs j ON j.seq = head.seq WHERE j.namespace = :namespace"""
+STRAYS: Final = "SELECT seq, namespace, queue, task FROM tinyq_jobs WHERE ready = 1 AND lane = 0 LIMIT 500"
 LANE_HEADS: Final = (
-    "SELECT priority, run_at, seq, queue, task, 0 FROM tinyq_jobs "
-    "WHERE ready = 1 AND namespace = ? AND queue = ? AND task = ? AND lane = ? ORDER BY priority DESC, run_at, seq LIMIT ?"
+    "SELECT priority, run_at, seq FROM tinyq_jobs WHERE ready = 1 AND lane = ? ORDER BY priority DESC, run_at, seq LIMIT ?"
 )
 FRAGILE_HEADS: Final = (
     "SELECT priority, run_at, seq, queue, task, 1 FROM tinyq_jobs WHERE ready = 3 AND namespace = ? "
@@ -1792,9 +1820,11 @@ COME_DUE: Final = (
     "WHERE ready = 0 AND namespace = ? AND run_at <= ? ORDER BY run_at, priority DESC LIMIT 500)"
 )
 NEXT_AT: Final = "SELECT min(run_at) FROM tinyq_jobs WHERE ready = 0 AND namespace = ?"
+CLAIMED: Final = "seq, id, task, queue, priority, run_at, created, payload"  # and, as `special`, whether there is more to know
 CLAIM: Final = (
     "UPDATE tinyq_jobs SET state = 'running', ready = NULL, worker = ?, lease = ?, started = ?, claim_no = claim_no + 1, "
-    f"attempts = attempts + 1 WHERE seq IN (SELECT value FROM json_each(?)) RETURNING {ALL}"
+    f"attempts = attempts + 1 WHERE namespace = ? AND seq IN (SELECT value FROM json_each(?)) RETURNING {CLAIMED}, "
+    "claim_no > 1 OR payload_version <> 1 OR coalesce(options, headers, key, expires, schedule, reason, cancel_at) IS NOT NULL"
 )
 
 EXTEND: Final = (
@@ -1804,6 +1834,10 @@ EXTEND: Final = (
 STILL_HELD: Final = (
     "SELECT claim.key, job.task, job.key, job.cancel_at FROM json_each(?) AS claim CROSS JOIN tinyq_jobs AS job "
     "ON job.seq = claim.value ->> 0 WHERE job.claim_no = claim.value ->> 1 AND job.state = 'running' AND job.lease < ?"
+)
+DONE_WITH: Final = (
+    "DELETE FROM tinyq_jobs WHERE seq IN (SELECT value FROM json_each(?)) AND claim_no = ? AND state = 'running' AND lease < ? "
+    "AND key IS NULL RETURNING seq"
 )
 DELETE: Final = "DELETE FROM tinyq_jobs WHERE seq IN (SELECT value FROM json_each(?))"
 SETTLE: Final = (
@@ -1831,6 +1865,27 @@ COUNTS: Final = (
 # What each verb does to the file, given a connection inside BEGIN IMMEDIATE. Plain functions in the thread of the owner.
 
 
+@functools.cache
+def lane_range(namespace: str) -> dict[str, Any]:
+    """Between which numbers all lanes of a namespace are (and, once in a million, those of another one, too)."""
+    import hashlib
+
+    number = int.from_bytes(hashlib.blake2b(namespace.encode(), digest_size=8).digest()) >> 44
+    return {"namespace": namespace, "first": number << 43, "last": (number + 1 << 43) - 1}
+
+
+@functools.lru_cache(10_000)
+def lane_of(namespace: str, queue: str, task: str) -> int:
+    """The lane of a queue and a task as a number, a hash: an index of numbers costs half of one with their names in it. What a
+    hand has inserted, or moved to another task or queue, has none at first: the number 0."""
+    import hashlib
+
+    name = "\0".join((queue, task))
+    return (
+        cast(int, lane_range(namespace)["first"]) | int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 21
+    )
+
+
 def as_row(values: Sequence[Any]) -> JobRow:
     """A row out of a SELECT of ALL."""
     row = JobRow(**dict(zip(COLUMNS, values, strict=True)), durable=True)
@@ -1843,22 +1898,66 @@ def as_values(row: JobRow) -> dict[str, Any]:
 
 
 def insert_rows(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow], now: int) -> list[Inserted]:
-    for row in rows:
-        row.namespace = namespace
-        row.ready = claimable(row.run_at, row.lost, now)
     inserted: list[Inserted] = []
-    for plain, some in itertools.groupby(rows, lambda row: row.key is None and row.schedule is None):
-        if plain:
+    for new, some in itertools.groupby(rows, is_new):
+        if new:
             batch = list(some)
-            db.executemany(INSERT, map(as_values, batch))
+            insert_new(db, namespace, batch, now)
             inserted += [Inserted(row, "created") for row in batch]
         else:
-            inserted += [insert_special(db, row, now) for row in some]
+            inserted += [insert_special(db, namespace, row, now) for row in some]
     return inserted
 
 
-def insert_special(db: sqlite3.Connection, row: JobRow, now: int) -> Inserted:
-    """A row with a key, or an occurrence of a schedule."""
+def is_new(row: JobRow) -> bool:
+    """Whether a row is nothing but a new job, so that its insertion meets no other row."""
+    return row.key is None and row.schedule is None and row.claim_no == 0
+
+
+def insert_new(db: sqlite3.Connection, namespace: str, rows: Iterable[JobRow], now: int) -> None:
+    db.executemany(
+        INSERT_NEW,
+        [
+            (row.id, namespace, row.task, row.queue, lane_of(namespace, row.queue, row.task), row.priority, row.run_at,
+             row.created, LATER if row.run_at > now else CLAIMABLE, row.payload, row.payload_version, row.options, row.expires)
+            for row in rows
+        ],
+    )  # fmt: skip
+
+
+def insert_all(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow], now: int) -> None:
+    """New rows. One that comes with a lease is to be handed over, and loses it if something of its queue is due before it."""
+    handed = [row for row in rows if row.lease is not None]
+    if handed:
+        busy = {queue for queue, _, _ in db.execute(LANES, lane_range(namespace))}
+        for row in handed:
+            if row.queue in busy:
+                row.worker = row.lease = row.started = None
+        handed = [row for row in handed if row.lease is not None]
+        insert_handed(db, namespace, handed)
+    if len(handed) < len(rows):
+        insert_new(db, namespace, [row for row in rows if row.lease is None], now)
+
+
+def insert_handed(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow]) -> None:
+    """Rows that are already leased to the worker who inserts them, and their numbers, which follow one another."""
+    db.executemany(
+        INSERT_HANDED,
+        [
+            (row.id, namespace, row.task, row.queue, lane_of(namespace, row.queue, row.task), row.priority, row.run_at,
+             row.created, row.payload, row.payload_version, row.options, row.expires, row.worker, row.lease, row.started)
+            for row in rows
+        ],
+    )  # fmt: skip
+    last = db.execute("SELECT last_insert_rowid()").fetchone()[0]
+    for seq, row in enumerate(rows, last - len(rows) + 1):
+        row.seq = seq
+
+
+def insert_special(db: sqlite3.Connection, namespace: str, row: JobRow, now: int) -> Inserted:
+    """A row with a key, an occurrence of a schedule, or a job that has run before."""
+    row.namespace, row.ready = namespace, claimable(row.run_at, row.lost, now)
+    row.lane = lane_of(namespace, row.queue, row.task)
     if row.schedule is not None:
         if db.execute(FIRE, (row.namespace, row.schedule, row.fire_time)).rowcount == 0:
             return Inserted(row, "lost")
@@ -1886,36 +1985,77 @@ def same_key(db: sqlite3.Connection, row: JobRow, state: State) -> JobRow | None
     return as_row(found) if found else None
 
 
-def candidates(db: sqlite3.Connection, namespace: str, room: Room) -> list[int]:
-    """The seqs a claim would take: the heads of every lane that has room, merged by priority, time and sequence."""
-    heads: list[tuple[int, int, int, str, str, bool]] = []
-    for queue_name, task_name, lane in db.execute(LANES, {"namespace": namespace}).fetchall():
+def lanes_with_room(db: sqlite3.Connection, namespace: str, room: Room) -> tuple[list[tuple[str, str, str, int]], bool]:
+    """(queue, task, lane, most that may start) of the lanes that have room; and whether there are others that are served here."""
+    lanes, full = [], False
+    for queue_name, task_name, lane in db.execute(LANES, lane_range(namespace)).fetchall():
         if (most := room.free(queue_name, task_name)) > 0:
-            heads += db.execute(LANE_HEADS, (namespace, queue_name, task_name, lane, most))
-    if room.fragile > 0:
-        best: dict[tuple[str, str], Any] = {}
-        for head in db.execute(FRAGILE_HEADS, (namespace,)):
-            if room.free(head[3], head[4]) > 0:
-                best.setdefault((head[3], head[4]), head)
-        heads += best.values()
+            lanes.append((queue_name, task_name, lane, most))
+        elif task_name in room.tasks:
+            full = True
+    return lanes, full
+
+
+def fragile_heads(db: sqlite3.Connection, namespace: str, room: Room) -> list[tuple[int, int, int, str, str, bool]]:
+    """The first fragile row of each queue and task that has room."""
+    best: dict[tuple[str, str], Any] = {}
+    for head in db.execute(FRAGILE_HEADS, (namespace,)):
+        if room.free(head[3], head[4]) > 0:
+            best.setdefault((head[3], head[4]), head)
+    return list(best.values())
+
+
+def candidates(db: sqlite3.Connection, namespace: str, room: Room) -> tuple[list[int], bool]:
+    """The seqs a claim would take: the heads of every lane that has room, merged by priority, time and sequence. And whether
+    something due may be left."""
+    lanes, more = lanes_with_room(db, namespace, room)
+    heads: list[tuple[int, int, int, str, str, bool]] = []
+    fragile = fragile_heads(db, namespace, room)
+    for queue_name, task_name, lane, most in lanes:
+        found = db.execute(LANE_HEADS, (lane, most)).fetchall()
+        more = more or len(found) == most
+        if len(lanes) == 1 and not fragile:
+            return [seq for _, _, seq in found], more
+        heads += [(*head, queue_name, task_name, False) for head in found]
+    heads += fragile if room.fragile > 0 else ()
     heads.sort(key=lambda head: (-head[0], head[1], head[2]))
-    return room.pick((queue_name, task_name, fragile, seq) for _, _, seq, queue_name, task_name, fragile in heads)
+    picked = room.pick((queue_name, task_name, fragile, seq) for _, _, seq, queue_name, task_name, fragile in heads)
+    return picked, more or bool(fragile) or len(picked) < len(heads)
 
 
 def look_for_due(db: sqlite3.Connection, namespace: str, room: Room, now: int) -> Claimed | None:
     """The answer of a claim that would take nothing and write nothing; None if it would."""
     next_at = db.execute(NEXT_AT, (namespace,)).fetchone()[0]
-    if (next_at is not None and next_at <= now) or candidates(db, namespace, room):
+    lanes, full = lanes_with_room(db, namespace, room)
+    fragile = fragile_heads(db, namespace, room)
+    if (next_at is not None and next_at <= now) or lanes or (fragile and room.fragile > 0) or db.execute(STRAYS).fetchone():
         return None
-    return Claimed((), next_at)
+    return Claimed((), next_at, full or bool(fragile))
 
 
 def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, lease: int, now: int) -> Claimed:
     moved = db.execute(COME_DUE, (namespace, now)).rowcount
-    seqs = candidates(db, namespace, room)
-    rows = [as_row(r) for r in db.execute(CLAIM, (worker, lease, now, encode_json(seqs)))] if seqs else []
+    if strays := db.execute(STRAYS).fetchall():
+        lanes = [(lane_of(*where), seq) for seq, *where in strays]
+        db.executemany("UPDATE tinyq_jobs SET lane = ? WHERE seq = ?", lanes)
+    seqs, more = candidates(db, namespace, room)
+    rows = [claimed_row(db, values, worker, lease, now) for values in take(db, namespace, seqs, worker, lease, now)]
     rows.sort(key=lambda row: (-row.priority, row.run_at, row.seq))  # RETURNING has no order
-    return Claimed(rows, now if moved == 500 else db.execute(NEXT_AT, (namespace,)).fetchone()[0])
+    return Claimed(rows, now if moved == 500 else db.execute(NEXT_AT, (namespace,)).fetchone()[0], more)
+
+
+def take(db: sqlite3.Connection, namespace: str, seqs: Sequence[int], worker: str, lease: int, now: int) -> Sequence[Any]:
+    return db.execute(CLAIM, (worker, lease, now, namespace, encode_json(seqs))).fetchall() if seqs else ()
+
+
+def claimed_row(db: sqlite3.Connection, values: Sequence[Any], worker: str, lease: int, now: int) -> JobRow:
+    seq, id, task, queue, priority, run_at, created, payload, special = values
+    if special:
+        return as_row(db.execute(f"SELECT {ALL} FROM tinyq_jobs WHERE seq = ?", (seq,)).fetchone())
+    row = JobRow(id, task, queue, priority, run_at, created)
+    row.seq, row.payload, row.durable, row.state, row.attempts, row.claim_no = seq, payload, True, State.RUNNING, 1, 1
+    row.worker, row.lease, row.started = worker, lease, now
+    return row
 
 
 def extend_leases(db: sqlite3.Connection, claims: Sequence[tuple[int, int, str | None]], lease: int) -> dict[int, int | None]:
@@ -1925,8 +2065,11 @@ def extend_leases(db: sqlite3.Connection, claims: Sequence[tuple[int, int, str |
 def settle_rows(
     db: sqlite3.Connection, namespace: str, settlements: Sequence[Settlement], lease_before: int, now: int
 ) -> dict[int, State]:
-    claims = encode_json([(change.seq, change.claim_no) for change in settlements])
     states: dict[int, State] = {}
+    settlements = delete_done(db, settlements, lease_before, states)
+    if not settlements:
+        return states
+    claims = encode_json([(change.seq, change.claim_no) for change in settlements])
     gone: list[int] = []
     for i, task_name, key, cancel_at in db.execute(STILL_HELD, (claims, lease_before)).fetchall():
         change = heeding(settlements[i], cancel_at)
@@ -1940,6 +2083,21 @@ def settle_rows(
     if gone:
         db.execute(DELETE, (encode_json(gone),))
     return states
+
+
+def delete_done(
+    db: sqlite3.Connection, settlements: Sequence[Settlement], lease_before: int, states: dict[int, State]
+) -> Sequence[Settlement]:
+    """Settle those of which nothing is kept, by the numbers of their claims, which are few. Answers the others."""
+    ends: dict[int, list[Settlement]] = {}
+    for change in settlements:
+        if not change.keep and change.state is not State.PENDING:
+            ends.setdefault(change.claim_no, []).append(change)
+    for claim_no, changes in ends.items():
+        seqs = encode_json([change.seq for change in changes])
+        deleted = {seq for (seq,) in db.execute(DONE_WITH, (seqs, claim_no, lease_before))}
+        states.update((change.seq, change.state) for change in changes if change.seq in deleted)
+    return [change for change in settlements if change.seq not in states]
 
 
 def write_settlement(db: sqlite3.Connection, change: Settlement, now: int) -> None:
@@ -2030,16 +2188,26 @@ CLAIM_PATIENCE: Final = 0.05  # a claim holds free slots back while it waits, an
 GROUP: Final = 1_000  # operations in one unit at most
 
 
-class Op(Record):
-    """One verb on its way through the owner. `look` may answer it without the write lock."""
+class Op:
+    """One verb on its way through the owner. `look` may answer it without the write lock. An insertion of nothing but new rows
+    has those instead of `write`, so that all of a unit can be one statement."""
 
-    write: Callable[[sqlite3.Connection], Any]
-    look: Callable[[sqlite3.Connection], Any] | None
-    deadline: float
-    future: asyncio.Future[Any]
     answer: Any = None
     error: BaseException | None = None
     finished: bool = False
+
+    def __init__(
+        self,
+        deadline: float,
+        future: asyncio.Future[Any],
+        write: Callable[[sqlite3.Connection], Any] | None,
+        look: Callable[[sqlite3.Connection], Any] | None = None,
+        rows: Sequence[JobRow] = (),
+        now: int = 0,
+        then: Callable[[Any], None] | None = None,
+    ) -> None:
+        self.deadline, self.future, self.write, self.look, self.rows, self.now = deadline, future, write, look, rows, now
+        self.then = then  # called with the answer, or None, even if nobody waits any more
 
 
 class Hop:
@@ -2085,11 +2253,12 @@ def patiently(call: Callable[[], T], deadline: float) -> T:
         time.sleep(dice().uniform(0.0002, 0.0015))
 
 
-def in_transaction(db: sqlite3.Connection, ops: Sequence[Op], deadline: float) -> list[Any]:
+def in_transaction(db: sqlite3.Connection, namespace: str, ops: Sequence[Op], deadline: float) -> list[Any]:
     """The answers of all operations, committed; or an error, and nothing was written."""
     patiently(lambda: db.execute("BEGIN IMMEDIATE"), deadline)
     try:
-        answers = [op.write(db) for op in ops]
+        insert_all(db, namespace, [row for op in ops for row in op.rows], max(op.now for op in ops))
+        answers = [attempt(db, op, alone=len(ops) == 1) for op in ops]
         db.execute("COMMIT")
     except BaseException:
         if db.in_transaction:
@@ -2098,28 +2267,45 @@ def in_transaction(db: sqlite3.Connection, ops: Sequence[Op], deadline: float) -
     return answers
 
 
-def run_unit(db: sqlite3.Connection, ops: Sequence[Op]) -> None:
+def attempt(db: sqlite3.Connection, op: Op, alone: bool) -> Any:
+    """The answer of one operation inside of a unit. An error that it is meant to raise, such as KeyConflict, undoes it alone."""
+    if op.write is None:
+        return [Inserted(row, "created" if row.lease is None else "started") for row in op.rows]
+    if alone:
+        return op.write(db)
+    db.execute("SAVEPOINT tinyq_op")
+    try:
+        return op.write(db)
+    except TinyQError as error:
+        db.execute("ROLLBACK TO tinyq_op")
+        return error
+    finally:
+        db.execute("RELEASE tinyq_op")
+
+
+def run_unit(db: sqlite3.Connection, namespace: str, ops: Sequence[Op]) -> None:
     """Answer the operations, together if that works, else each alone. Those that may still wait for the lock stay unfinished."""
     if all(op.look is not None for op in ops):
         ops = [op for op in ops if not answer_by_look(db, op)]
     try:
         if ops:
             # Not for longer at a time: a claim that comes meanwhile is to find out in its own time that the file is locked.
-            answers = in_transaction(db, ops, min(time.monotonic() + 0.05, *(op.deadline for op in ops)))
+            answers = in_transaction(db, namespace, ops, min(time.monotonic() + 0.05, *(op.deadline for op in ops)))
             for op, answer in zip(ops, answers, strict=True):
                 op.answer, op.finished = answer, True
+                op.error = answer if isinstance(answer, TinyQError) else None
     except Exception as error:
         if is_busy(error):
             for op in ops:
                 if op.deadline <= time.monotonic():
                     op.error, op.finished = error, True
         elif reads_on(db, error):
-            run_unit(db, ops)
+            run_unit(db, namespace, ops)
         elif len(ops) == 1:
             ops[0].error, ops[0].finished = error, True
         else:
             for op in ops:
-                run_unit(db, [op])
+                run_unit(db, namespace, [op])
 
 
 def reads_on(db: sqlite3.Connection, error: Exception) -> bool:
@@ -2262,6 +2448,8 @@ class SQLiteStore:
             raise store_error(error, self.path) from (None if isinstance(error, TinyQError) else error)
 
     async def insert(self, rows: Sequence[JobRow], now: int) -> Sequence[Inserted]:
+        if all(map(is_new, rows)):
+            return cast("list[Inserted]", await self._submit(None, rows=rows, now=now))
         return await self._write(lambda db: insert_rows(db, self._namespace, rows, now))
 
     async def claim(self, room: Room, worker: str, lease: int, now: int) -> Claimed:
@@ -2312,6 +2500,13 @@ class SQLiteStore:
                 await connection.close()
         await joined(self._threads)
 
+    async def hand_over(self, row: JobRow, now: int, then: Callable[[Sequence[Inserted] | None], None]) -> Inserted:
+        """Insert a new row with its lease already on it. `then` hears what came of it, also when the caller has gone."""
+        if self._writer is None:
+            then(None)
+        [answer] = await self._submit(None, rows=[row], now=now, then=then)
+        return cast(Inserted, answer)
+
     def hurry(self, seconds: float) -> None:
         """From now on nothing waits longer than this for the write lock, what waits already included."""
         self._latest = time.monotonic() + seconds
@@ -2345,16 +2540,26 @@ class SQLiteStore:
         look: Callable[[sqlite3.Connection], T | None] | None = None,
         patience: float | None = None,
     ) -> T:
+        return cast(T, await self._submit(write, look, PATIENCE if patience is None else patience))
+
+    def _submit(
+        self,
+        write: Callable[[sqlite3.Connection], Any] | None,
+        look: Callable[[sqlite3.Connection], Any] | None = None,
+        patience: float = PATIENCE,
+        rows: Sequence[JobRow] = (),
+        now: int = 0,
+        then: Callable[[Any], None] | None = None,
+    ) -> asyncio.Future[Any]:
+        """Put an operation in line; the future is its answer."""
         if self._writer is None:
             raise StoreError(f"{self.path} is closed")
         loop = asyncio.get_running_loop()
-        patience = PATIENCE if patience is None else patience
-        deadline = min(self._latest, time.monotonic() + patience)
-        op = Op(write=write, look=look, deadline=deadline, future=loop.create_future())
+        op = Op(min(self._latest, time.monotonic() + patience), loop.create_future(), write, look, rows, now, then)
         self._waiting.append(op)
         if self._flushing is None:
             self._flushing = loop.create_task(self._flush(self._writer), context=contextvars.Context())
-        return cast(T, await op.future)
+        return op.future
 
     async def _flush(self, writer: aiosqlite.Connection) -> None:
         """Run units until nobody waits. Whoever was cancelled before its unit began is left out, wholly."""
@@ -2362,7 +2567,9 @@ class SQLiteStore:
         try:
             while self._waiting:
                 ops, self._waiting = self._waiting[:GROUP], self._waiting[GROUP:]
+                left = [op for op in ops if op.future.cancelled()]
                 ops = [op for op in ops if not op.future.cancelled()]
+                self._answer(left)
                 await self._hop(writer, functools.partial(self._run_unit, ops=ops))
                 self._answer(ops)
         except BaseException as error:
@@ -2376,12 +2583,15 @@ class SQLiteStore:
     def _run_unit(self, db: sqlite3.Connection, ops: Sequence[Op]) -> None:
         if file_identity(self.path) != self._identity:  # what is written to a deleted file is gone with the process
             raise StoreError(f"{self.path} was deleted or replaced while it was open: put it back, or restart to make a new one")
-        run_unit(db, ops)
+        run_unit(db, self._namespace, ops)
 
     def _answer(self, ops: Sequence[Op], failure: BaseException | None = None) -> None:
         again = []
         for op in ops:
             error = op.error or failure
+            if op.then is not None and (error or op.finished or op.future.done()):
+                op.then(None if error else op.answer)
+                op.then = None
             if op.future.done():
                 continue
             if error is not None:
@@ -2932,6 +3142,7 @@ class Crew:
         self._worker = worker
         self._lease = lease
         self._ended: list[tuple[Running, Outcome, Settlement]] = []  # durable, to be written
+        self._handed = 0  # slots that are kept for jobs on their way into the store
         self._singly = False  # write them one by one: together it did not work
         self._next_deadline = math.inf
         self._last: Running | None = None
@@ -2974,7 +3185,10 @@ class Crew:
                 continue
             if self.live and tier.durable:
                 row = self.known(row)
-            handler = row.handler or self.handlers[row.task]
+            handler = row.handler or self.handlers.get(row.task)
+            if handler is None:  # two lanes with one number
+                back.append(decide(row, Outcome("unstarted", delay=1.0), Settings(), now))
+                continue
             try:
                 self.start(tier, row, handler, row.settings or self._settings_of(row, handler))
             except Undecodable as error:
@@ -3013,7 +3227,36 @@ class Crew:
     @property
     def claims_under_way(self) -> bool:
         """Whether rows may have been claimed that are not among the running ones yet."""
-        return self._slots.lent
+        return self._slots.lent or self._handed > 0
+
+    def offer(self, tier: Tier, row: JobRow, now: int) -> bool:
+        """Keep a slot for a new durable job, and lease it to this worker, if it may start at once."""
+        if (
+            row.handler is None
+            or row.run_at > now
+            or row.task not in tier.tasks
+            or not self.may_start(tier, row.queue, row.handler, now)
+        ):
+            return False
+        row.worker, row.lease, row.started = self._worker, later(now, self._lease), now
+        self._slots.take(cast(Running, row))
+        self._handed += 1
+        return True
+
+    def take_over(self, tier: Tier, row: JobRow, answer: Sequence[Inserted] | None) -> None:
+        """A job that was offered has been stored: it starts here, unless something else was due before it, or it failed."""
+        self._handed -= 1
+        self._slots.give(cast(Running, row))
+        if answer is not None and answer[0].verdict == "started" and row.handler is not None and row.settings is not None:
+            row.state, row.claim_no, row.attempts = State.RUNNING, 1, 1
+            self.live[row.id] = row
+            self.start(tier, row, row.handler, row.settings)
+        else:
+            row.worker = row.lease = row.started = None
+            if answer is not None:
+                self.live[row.id] = row
+            tier.wake.set()
+            self.idle.set()
 
     def known(self, fresh: JobRow, *, again: bool = False) -> JobRow:
         """The object that handles in this process already hold for a durable row, brought up to date unless what was read is
@@ -3097,7 +3340,8 @@ class Crew:
         if state is None:
             log.warning("%s had lost its lease when it ended: its outcome is dropped", label(job))
         else:
-            report(job, outcome, change)
+            if outcome is not DONE:
+                report(job, outcome, change)
             if job.tier.durable:
                 apply(job, change, now)
                 job.call = None
@@ -3322,6 +3566,7 @@ class Scheduler:
 # What lives between `start` and `stop` is the engine, told in three layers. This one holds the stores and the crew, makes rows
 # and inserts them, and knows the bounds of what waits in memory.
 
+PER_JOB: Final = {"key", "run_at", "delay", "expires", "tx"}  # options with hardly ever the same value twice
 WAIT_FOR_ROOM: Final = 5.0  # seconds that an enqueue waits while max_pending jobs do
 
 
@@ -3347,6 +3592,7 @@ class Intake:
         self.crew.tiers.append(self.memory)
         self.spawned: dict[asyncio.Task[Any], str] = {}
         self.mark = object()  # of this run
+        self._resolved: dict[Any, Settings] = {}
         self._room: deque[asyncio.Event] = deque()
         self._awaited: set[JobRow] = set()
         self._moving: dict[bytes, asyncio.Task[list[JobRow]]] = {}  # promotions under way
@@ -3358,6 +3604,18 @@ class Intake:
         if handler.settings is None:
             handler.settings = resolve(self.config, handler, {})
         return handler.settings
+
+    def resolved(self, handler: Handler | None, options: Mapping[str, Any]) -> Settings:
+        """All options of a call, checked options of its own included; the combinations that come up again are kept."""
+        try:
+            key = (handler, *options.items())
+            if (settings := self._resolved.get(key)) is None:
+                settings = resolve(self.config, handler, options)
+                if len(self._resolved) < 1_000 and not options.keys() & PER_JOB:
+                    self._resolved[key] = settings
+            return settings
+        except TypeError:  # a list, say, is no key
+            return resolve(self.config, handler, options)
 
     def settings_of(self, row: JobRow, handler: Handler) -> Settings:
         """All options of a stored job: the defaults, its task's, and what its enqueue said about the run."""
@@ -3392,7 +3650,8 @@ class Intake:
         if settings.durable:
             row.durable = True
             row.payload = encode_call(handler, name, call, self.config.max_payload)
-            row.options = encode_overrides(name, overrides)
+            if overrides and not STORED_OPTIONS.isdisjoint(overrides):
+                row.options = encode_overrides(name, overrides)
         else:
             row.call = call
             row.context = contextvars.copy_context()
@@ -3428,10 +3687,19 @@ class Intake:
             answers = await self.memory_store.insert(rows, self.clock.time())
             self.memory.wake.set()
             return answers
-        tier = self.require_durable()
-        answers = await tier.store.insert(rows, self.clock.time())
+        tier, now = self.require_durable(), self.clock.time()
+        if len(rows) == 1 and self.durable_store is not None and is_new(rows[0]) and self.crew.offer(tier, rows[0], now):
+            return [await self.durable_store.hand_over(rows[0], now, functools.partial(self.crew.take_over, tier, rows[0]))]
+        answers = await tier.store.insert(rows, now)
         tier.wake.set()
-        return [answer._replace(row=self.crew.known(answer.row)) for answer in answers]
+        return [answer if self._new_here(answer) else answer._replace(row=self.crew.known(answer.row)) for answer in answers]
+
+    def _new_here(self, answer: Inserted) -> bool:
+        """Whether it is of a row that was not there before; from now on a handle may stand for it."""
+        if answer.verdict != "created":
+            return False
+        self.crew.live[answer.row.id] = answer.row
+        return True
 
     def require_durable(self) -> Tier:
         if self.durable is not None:
@@ -3663,7 +3931,7 @@ class Inquiries(Intake):
         settings, usual = self.settings_for(row), self.settings(row.handler)
         run_options = ("retry", "timeout", "result_ttl", "failure_ttl")
         overrides = {name: getattr(settings, name) for name in run_options if getattr(settings, name) != getattr(usual, name)}
-        stored = row.but(durable=True, on_conflict="reuse", waiters=None, call=None, context=None, claim_no=0)
+        stored = row.but(durable=True, on_conflict="reuse", waiters=None, call=None, context=None)
         try:
             stored.payload = encode_call(row.handler, row.task, cast(Arguments, row.call), self.config.max_payload)
             stored.options = encode_overrides(row.task, overrides)
@@ -4168,7 +4436,7 @@ class TinyQ:
         self._engine: Engine | None = None
         self._starting = False
         self._was_stopped = False
-        self._strangers: set[str] = set()  # names that were warned about
+        self._strangers: set[str] = set()  # names of tasks of other processes
         self._reconfigurable = False  # the options given so far may be overridden
         self._bare = functools.lru_cache(256)(make_handler)
 
@@ -4329,15 +4597,22 @@ class TinyQ:
                 raise UnknownTask(
                     f"no task is named {fn!r} here{hint(fn, self._handlers)}; only a durable job may leave that to others"
                 )
-            if handler is None and fn not in self._strangers and (meant := did_you_mean(fn, self._handlers)):
-                self._strangers.add(fn)
-                log.warning("no task is named %r here%s; its durable jobs wait for a process that has it", fn, meant)
-            return handler, text(fn, "a task's name")
+            if handler is None and fn not in self._strangers:
+                self._meet(text(fn, "a task's name"))
+            return handler, fn
         try:
             handler = self._of_functions.get(fn) or (make_handler if isinstance(fn, functools.partial) else self._bare)(fn)
         except TypeError:  # not hashable, or not callable, which make_handler explains
             handler = make_handler(fn)
         return handler, handler.name
+
+    def _meet(self, name: str) -> None:
+        """A name that is unknown here is said once, if it looks like a slip."""
+        if len(self._strangers) >= 1_000:
+            self._strangers.clear()
+        self._strangers.add(name)
+        if meant := did_you_mean(name, self._handlers):
+            log.warning("no task is named %r here%s; its durable jobs wait for a process that has it", name, meant)
 
     def _begin(
         self, handler: Handler | None, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]
@@ -4350,7 +4625,7 @@ class TinyQ:
     async def _insert(self, row: JobRow) -> Job[Any]:
         engine = self._running()
         [answer] = await engine.insert([row])
-        return Job(engine, answer.row, answer.verdict == "created")
+        return Job(engine, answer.row, answer.verdict in ("created", "started"))
 
     def _make_row(
         self,
@@ -4361,7 +4636,7 @@ class TinyQ:
         kwargs: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> JobRow:
-        settings = engine.settings(handler) if not options else resolve(engine.config, handler, options)
+        settings = engine.resolved(handler, options) if options else engine.settings(handler)
         if handler is not None:
             try:
                 check_call(handler, args, kwargs)
@@ -4396,7 +4671,7 @@ class TinyQ:
         if len({row.durable for row in rows}) > 1:
             raise ValueError("some of these tasks are durable and some are not: pass durable=True or durable=False")
         answers = await engine.insert(rows) if rows else ()
-        return [Job(engine, answer.row, answer.verdict == "created") for answer in answers]
+        return [Job(engine, answer.row, answer.verdict in ("created", "started")) for answer in answers]
 
     def spawn(
         self, coro: Coroutine[Any, Any, R], *, name: str | None = None, context: contextvars.Context | None = None

@@ -661,9 +661,7 @@ def test_the_work_of_a_claim_among_many_lanes_does_not_grow_with_the_due_rows_of
     now = 1_767_268_800_000_000
 
     def row(task: str, queue: str) -> tinyq.JobRow:
-        made = tinyq.JobRow(tinyq.new_id(now), task, queue, 0, now, now, payload="[[],{}]", durable=True)
-        made.ready = tinyq.CLAIMABLE
-        return made
+        return tinyq.JobRow(tinyq.new_id(now), task, queue, 0, now, now, payload="[[],{}]", durable=True)
 
     def work(many: int) -> int:
         """Instructions of SQLite's virtual machine."""
@@ -679,8 +677,7 @@ def test_the_work_of_a_claim_among_many_lanes_does_not_grow_with_the_due_rows_of
             tinyq.prepare(db, path, "normal")
             db.execute("BEGIN IMMEDIATE")
             lanes = [row(task, queue) for task in tasks for queue in ("default", "other")]
-            db.executemany(tinyq.INSERT, map(tinyq.as_values, lanes))
-            db.executemany(tinyq.INSERT, (tinyq.as_values(row("busy", "default")) for _ in range(many)))
+            tinyq.insert_rows(db, "default", [*lanes, *(row("busy", "default") for _ in range(many))], now)
             db.set_progress_handler(count, 1)
             assert len(tinyq.claim_rows(db, "default", room, "w1", now + 30_000_000, now).rows) == 20
             db.execute("ROLLBACK")

@@ -917,8 +917,8 @@ async def test_no_statement_of_daily_work_scans_the_jobs(watched: SQLiteStore, s
 @pytest.mark.parametrize(
     ("statement", "parameters", "index"),
     [
-        ("LANES", {"namespace": "default"}, "tinyq_claim (namespace=?"),
-        ("LANE_HEADS", ("default", "q1", "send", "", 5), "tinyq_claim (namespace=? AND queue=? AND task=? AND lane=?)"),
+        ("LANES", tinyq.lane_range("default"), "tinyq_claim (lane>?"),
+        ("LANE_HEADS", (tinyq.lane_of("default", "q1", "send"), 5), "tinyq_claim (lane=?)"),
         ("FRAGILE_HEADS", ("default",), "tinyq_fragile (namespace=?)"),
         ("COME_DUE", ("default", NOW), "tinyq_later (namespace=? AND run_at<?)"),
         ("NEXT_AT", ("default",), "tinyq_later (namespace=?)"),
@@ -940,7 +940,7 @@ async def test_leases_that_end_are_found_by_their_index(watched: SQLiteStore, sp
     await watched.list(State.RUNNING, lease_before=LEASE)
     [(sql, parameters, _)] = [seen for seen in spy.seen if "lease <" in seen[0]]
     steps = plan(other, sql, parameters)
-    assert steps == ["SEARCH tinyq_jobs USING INDEX tinyq_leases (namespace=? AND lease<?)"]
+    assert steps == ["SEARCH tinyq_jobs USING INDEX tinyq_leases (lease<?)"]
 
 
 UNRELATED: dict[str, dict[str, Any]] = {
@@ -972,6 +972,7 @@ async def test_the_work_of_a_claim_does_not_grow_with_other_jobs(path: str, kind
             tinyq.insert_rows(db, "default", [job(priority=1) for _ in range(3)], NOW)
             values = [tinyq.as_values(job(**{"ready": tinyq.CLAIMABLE} | UNRELATED[kind])) for _ in range(others)]
             values = [value | {"ready": tinyq.LATER if kind == "future" else value["ready"]} for value in values]
+            values = [value | {"lane": tinyq.lane_of("default", value["queue"], value["task"])} for value in values]
             db.executemany(tinyq.INSERT, values)
             db.set_progress_handler(count, 1)
             assert len(tinyq.claim_rows(db, "default", room, "w1", LEASE, NOW).rows) == 3

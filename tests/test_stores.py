@@ -93,7 +93,7 @@ def numbers(counts: Sequence[tinyq.Count]) -> dict[tuple[str, str, State], tuple
 
 async def test_a_row_reads_back_as_it_was_inserted(store: Store) -> None:
     fields: dict[str, Any] = {
-        "queue": "emails", "priority": -3, "run_at": NOW + 7, "created": NOW - 5, "lane": "customer 7",
+        "queue": "emails", "priority": -3, "run_at": NOW + 7, "created": NOW - 5,
         "payload": '[[1],{"a":"ß"}]', "options": '{"timeout":3}', "headers": '{"traceparent":"00-1"}', "key": "k",
         "expires": NOW + 99, "attempts": 2, "snoozes": 3, "interruptions": 4,
     }  # fmt: skip

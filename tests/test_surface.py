@@ -101,7 +101,7 @@ def test_a_public_name_has_a_docstring(name: str) -> None:
 # Promotion takes rows out of memory and, when the table refuses them, back; a shutdown is not to wait for a lock.
 EXTRAS: dict[type, set[str]] = {
     tinyq.MemoryStore: {"adopt", "attach", "detach", "forget", "has_due", "settle_now"},
-    tinyq.SQLiteStore: {"hurry"},
+    tinyq.SQLiteStore: {"hand_over", "hurry"},
 }
 
 
