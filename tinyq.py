@@ -2899,7 +2899,7 @@ def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
         case "failed" | "timeout":
             return failed(row, outcome, settings, now, rng)
         case "snooze" if row.snoozes >= SNOOZES:
-            return dead(row, settings, now, reason=f"snoozed {SNOOZES:,} times")
+            return becomes_dead(row, settings, now, reason=f"snoozed {SNOOZES:,} times")
         case "snooze":
             return again(row, settings, now, later(now, outcome.delay or 0.0), attempts=back, snoozes=row.snoozes + 1)
         case "cancelled":
@@ -2917,14 +2917,14 @@ def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
             since = row.parked if row.parked is not None else now
             misfit = error_text(outcome.error) if outcome.error else None
             if later(since, PARK_FOR) <= now:
-                return dead(row, settings, now, reason="the arguments do not fit the handler", error=misfit, attempts=back)
+                return becomes_dead(row, settings, now, reason="the arguments do not fit the handler", error=misfit, attempts=back)
             return again(row, settings, now, later(now, PARK_EVERY), attempts=back, parked=since, reason="parked", error=misfit)
         case "undecodable":
-            return dead(row, settings, now, reason=outcome.reason, error=outcome.reason, attempts=back, ttl=math.inf)
+            return becomes_dead(row, settings, now, reason=outcome.reason, error=outcome.reason, attempts=back, ttl=math.inf)
         case "lost" if row.attempts >= settings.retry.max_attempts:
             starts = min(row.attempts, cast(int, settings.retry.max_attempts))  # one more if this was found out at a claim
             lost = row.lost + (starts == row.attempts)
-            return dead(row, settings, now, reason="worker lost", error="worker lost", attempts=starts, lost=lost)
+            return becomes_dead(row, settings, now, reason="worker lost", error="worker lost", attempts=starts, lost=lost)
         case "lost":
             return again(row, settings, now, now, lost=row.lost + 1, reason="worker lost", error="worker lost")
         case "dropped":
@@ -2953,9 +2953,9 @@ def failed(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
     about: dict[str, Any] = {"error": error_text(error), "traceback": traceback_text(error)}
     asked = isinstance(error, RetryAfter)
     if row.attempts >= retry.max_attempts:
-        return dead(row, settings, now, reason="no attempts left", **about)
+        return becomes_dead(row, settings, now, reason="no attempts left", **about)
     if retry.gives_up_on(error) and not asked:
-        return dead(row, settings, now, reason="not to be retried", **about)
+        return becomes_dead(row, settings, now, reason="not to be retried", **about)
     delay = outcome.delay if outcome.delay is not None else retry.delay(row.attempts, rng)
     return again(row, settings, now, later(now, delay), reason=outcome.kind, **about)
 
@@ -2966,7 +2966,7 @@ def again(row: JobRow, settings: Settings, now: int, run_at: int, **changes: Any
     return settlement(row, State.PENDING, run_at, True, {**changes, "keep_until": until})
 
 
-def dead(row: JobRow, settings: Settings, now: int, ttl: float | None = None, **changes: Any) -> Settlement:
+def becomes_dead(row: JobRow, settings: Settings, now: int, ttl: float | None = None, **changes: Any) -> Settlement:
     return finished(row, State.DEAD, settings.failure_ttl if ttl is None else ttl, now, **changes)
 
 
