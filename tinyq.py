@@ -108,8 +108,8 @@ __all__ = [
     "Job", "JobCancelled", "JobError", "JobFailed", "JobNotFound", "KeyConflict", "NoResult", "NotStarted", "Options",
     "PayloadError", "PayloadTooLarge", "QueueFull", "Retry", "RetryAfter", "ScheduleStats", "ShuttingDown", "Snooze",
     "State", "Stats", "StoreBusy", "StoreError", "Task", "TinyQ", "TinyQError", "UnknownTask", "configure", "current_job",
-    "drain", "enqueue", "enqueue_many", "every", "get", "lifespan", "quiesce", "requeue", "run", "spawn", "start", "stats",
-    "stop", "task",
+    "dead", "drain", "enqueue", "enqueue_many", "every", "get", "lifespan", "on_dead", "pause", "purge", "quiesce",
+    "requeue", "resume", "run", "spawn", "start", "stats", "stop", "task",
 ]  # fmt: skip
 
 log = logging.getLogger("tinyq")
@@ -120,6 +120,7 @@ R_co = TypeVar("R_co", covariant=True)
 C_co = TypeVar("C_co", covariant=True)
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+HookT = TypeVar("HookT", bound="DeadHook")
 
 
 # ── 2. Errors and signals ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -436,6 +437,8 @@ FIVE_STARTS: Final = Retry()
 RetryOption = Retry | Sequence[float | timedelta] | Literal[False] | None
 OnConflict = Literal["reuse", "queue", "replace", "raise"]
 Promote = Literal[True, False, "interrupted"]
+OnLost = Literal["retry", "dead"]
+DeadHook = Callable[["Job[Any]"], object]
 
 
 def as_retry(value: object) -> Retry:
@@ -462,6 +465,8 @@ class Options(TypedDict, total=False):
     retry: a Retry, a list of delays, or False.
     timeout: seconds a handler may run. Default 300; `math.inf` for no limit.
     result_ttl, failure_ttl: seconds that a result / a dead or cancelled job is kept. Defaults 0 and 7 days.
+    on_lost: what becomes of a durable job whose worker died while it ran: "retry" (default), as long as attempts are left, or
+        "dead" at once, without another start, for a handler that must not run twice on its own.
     """
 
     durable: bool | None
@@ -476,6 +481,7 @@ class Options(TypedDict, total=False):
     timeout: float | timedelta | None
     result_ttl: float | timedelta | None
     failure_ttl: float | timedelta | None
+    on_lost: OnLost | None
 
 
 # ── 4. Vocabulary: counts ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -505,11 +511,12 @@ class ScheduleStats(Value):
 
 
 class Stats(Value):
-    """What `stats()` answers: live best-effort jobs of this process and all stored jobs of its namespace."""
+    """What `stats()` answers: live best-effort jobs of this process and all stored jobs of its namespace; the queues `paused`."""
 
     counts: tuple[Count, ...]
     unknown: tuple[str, ...]
     schedules: tuple[ScheduleStats, ...]
+    paused: tuple[str, ...] = ()
 
     def count(self, *, queue: str | None = None, task: str | None = None, state: str | None = None) -> int:
         """The number of jobs that match what is given."""
@@ -629,6 +636,7 @@ class Settings(Value):
     timeout: float = 300.0
     result_ttl: float = 0.0
     failure_ttl: float = 7 * 86400.0
+    on_lost: OnLost = "retry"
 
     @functools.cached_property
     def simple(self) -> bool:
@@ -664,14 +672,19 @@ class Room(NamedTuple):
     threads: int
     fragile: int
     tasks: Mapping[str, bool]
+    paused: frozenset[str] = frozenset()
 
     def free(self, queue: str, task: str) -> int:
         """How many jobs of this queue and task could start now."""
         in_thread = self.tasks.get(task)
-        if in_thread is None:
+        if in_thread is None or queue in self.paused:
             return 0
         slots = self.named.get(queue, self.shared)
         return min(slots, self.threads) if in_thread else slots
+
+    def without(self, paused: frozenset[str]) -> Room:
+        """The same for all queues but these."""
+        return self._replace(paused=paused) if paused else self
 
     def pick(self, ordered: Iterable[tuple[str, str, bool, T]]) -> list[T]:
         """From (queue, task, fragile, thing), best first, those that fit together into the room."""
@@ -745,12 +758,13 @@ class Inserted(NamedTuple):
 
 
 class Claimed(NamedTuple):
-    """Rows now leased to the caller, best first, the moment at which the next one comes due, if known, and whether more might be
-    due than there was room for."""
+    """Rows now leased to the caller, best first, the moment at which the next one comes due, if known, whether more might be due
+    than there was room for, and the queues of which none was taken because they are paused."""
 
     rows: Sequence[JobRow]
     next_at: int | None
     more: bool = False
+    paused: frozenset[str] = frozenset()
 
 
 # ── 6. Time ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -1047,6 +1061,7 @@ CHECKS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "timeout": lambda value: duration(value, "timeout", zero=False, infinite=True),
     "result_ttl": lambda value: duration(value, "result_ttl", infinite=True),
     "failure_ttl": lambda value: duration(value, "failure_ttl", infinite=True),
+    "on_lost": lambda value: choice(value, "on_lost", "retry", "dead"),
 }
 
 
@@ -1067,12 +1082,12 @@ def check_options(options: Mapping[str, Any], where: str, *others: str) -> dict[
     return checked
 
 
-STORED_OPTIONS: Final = frozenset(("timeout", "result_ttl", "failure_ttl", "retry"))
+STORED_OPTIONS: Final = ("timeout", "result_ttl", "failure_ttl", "on_lost")  # and `retry`, which is encoded in its parts
 
 
 def encode_overrides(name: str, overrides: Mapping[str, Any]) -> str | None:
     """What `enqueue` said about the run itself, to be stored with the row; None if it said nothing."""
-    kept: dict[str, Any] = {key: overrides[key] for key in ("timeout", "result_ttl", "failure_ttl") if key in overrides}
+    kept: dict[str, Any] = {key: overrides[key] for key in STORED_OPTIONS if key in overrides}
     retry = overrides.get("retry")
     if retry is not None:
         if retry.retry_on != (BaseException,) or retry.give_up_on != ():
@@ -1126,6 +1141,7 @@ class Configuration(TypedDict, total=False):
     worker: False to claim no durable jobs and fire no shared schedules in this process. Default True.
     namespace: services that share a file but not their jobs have different ones. Default "default".
     worker_name: how this process is called in rows and logs; made unique anyway. Default: the host's name.
+    on_dead: called with the Job of each job that has died here, or with a worker whose lease ended; see `TinyQ.on_dead`.
     clock: see Clock.
     timeout, retry, result_ttl, failure_ttl: the outermost level of the options of the same names.
     """
@@ -1142,6 +1158,7 @@ class Configuration(TypedDict, total=False):
     worker: bool
     namespace: str
     worker_name: str | None
+    on_dead: DeadHook | None
     clock: Clock | None
     timeout: float | timedelta
     retry: RetryOption
@@ -1165,6 +1182,7 @@ class Config(Value):
     worker: bool
     namespace: str
     worker_name: str | None
+    on_dead: DeadHook | None
     clock: Clock
     defaults: Mapping[str, Any]  # of job options
 
@@ -1179,6 +1197,8 @@ def configure_from(given: Mapping[str, Any]) -> Config:
         raise TypeError(f"queues is {given['queues']!r}: give a mapping from names to numbers of slots")
     if given.get("clock") is not None and not hasattr(given["clock"], "wait"):
         raise TypeError(f"clock is {given['clock']!r}: give an object with time(), monotonic() and wait(), see Clock")
+    if given.get("on_dead") is not None and not callable(given["on_dead"]):
+        raise TypeError(f"on_dead is {given['on_dead']!r}: give a function of the dead Job, async or plain")
     queues = {text(name, "a queue's name"): whole(n, f"queues[{name!r}]", 0) for name, n in (given.get("queues") or {}).items()}
     concurrency = whole(given.get("concurrency", 20), "concurrency", 1)
     threads, worker_name = given.get("threads"), given.get("worker_name")
@@ -1201,6 +1221,7 @@ def configure_from(given: Mapping[str, Any]) -> Config:
         worker=flag(given.get("worker", True), "worker"),
         namespace=text(given.get("namespace", "default"), "namespace"),
         worker_name=None if worker_name is None else text(worker_name, "worker_name"),
+        on_dead=given.get("on_dead"),
         clock=given.get("clock") or SystemClock(),
         defaults=check_options({name: given.get(name) for name in ("timeout", "retry", "result_ttl", "failure_ttl")}, "TinyQ"),
     )
@@ -1358,8 +1379,13 @@ class Store(Protocol):
         """Pending rows become cancelled, running ones are marked. Answers the state of each row that exists."""
         ...
 
-    async def requeue(self, ids: Sequence[bytes], now: int) -> Sequence[bytes]:
-        """Dead and cancelled rows become pending with fresh counters. Answers those that did."""
+    async def requeue(self, ids: Sequence[bytes], now: int, bulk: bool = False) -> Sequence[bytes]:
+        """Dead and cancelled rows become pending with fresh counters. Answers those that did. In `bulk` only dead ones do, and
+        one whose key is taken is left as it is, where else a KeyConflict changes none."""
+        ...
+
+    async def purge(self, ids: Sequence[bytes], bulk: bool = False) -> int:
+        """Delete finished rows, in `bulk` only dead ones; answers how many."""
         ...
 
     async def reclaim(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
@@ -1374,8 +1400,24 @@ class Store(Protocol):
         """Rows in one state, oldest lease or sequence first; with `lease_before`, those whose lease ends sooner."""
         ...
 
+    async def dead(self, task: str | None, before: tuple[int, int], limit: int) -> Sequence[JobRow]:
+        """Dead rows, of one task if it is named, that ended before this (moment, sequence), the last one first; no payloads."""
+        ...
+
     async def counts(self, now: int) -> Sequence[Count]:
         """How many rows there are by queue, task and state, and how many of the pending ones are due."""
+        ...
+
+    async def pause(self, queues: Sequence[str]) -> None:
+        """No claim takes rows of these queues from now on."""
+        ...
+
+    async def resume(self, queues: Sequence[str]) -> None:
+        """They do again."""
+        ...
+
+    async def paused(self) -> frozenset[str]:
+        """The queues that are paused."""
         ...
 
     async def prune(self, now: int, limit: int = 500) -> int:
@@ -1428,6 +1470,14 @@ FRESH: Final[Mapping[str, Any]] = {
 }  # fmt: skip
 
 
+NEWEST: Final = (FOREVER, sys.maxsize)  # later than any row ended
+
+
+def ended_at(row: JobRow) -> tuple[int, int]:
+    """The place of a finished row in the order in which rows ended."""
+    return row.finished or 0, row.seq
+
+
 def apply(row: JobRow, change: Settlement, now: int) -> None:
     """Do to a row in memory what `settle` does to a stored one, except for `ready`."""
     row.state, row.run_at, row.attempts, row.snoozes = change.state, change.run_at, change.attempts, change.snoozes
@@ -1457,6 +1507,7 @@ class MemoryStore:
         self._fired: dict[str, int] = {}
         self._occurrences: dict[str, JobRow] = {}
         self._seq = itertools.count(1)
+        self.held: frozenset[str] = frozenset()  # the queues that are paused
         self.pending = 0
 
     async def open(self) -> None:
@@ -1551,6 +1602,7 @@ class MemoryStore:
             entry = heapq.heappop(self._later)
             if not self._stale(entry):
                 self._enlist(entry[4], now)
+        room = room.without(self.held)
         found = self._candidates(room)
         taken = room.pick((entry[4].queue, entry[4].task, entry[4].ready == FRAGILE, entry[4]) for entry in found)
         if len(taken) < len(found):
@@ -1566,7 +1618,7 @@ class MemoryStore:
             self._live[row.seq] = row
             if row.key is not None:
                 self._keys[row.task, row.key, State.RUNNING] = row
-        return Claimed(taken, self._later[0][1] if self._later else None, bool(self._lanes))
+        return Claimed(taken, self._later[0][1] if self._later else None, self._lacks_room())
 
     def _candidates(self, room: Room) -> Sequence[Entry]:
         """Off each lane that has room the best entries, as many as the lane's room; sorted together."""
@@ -1647,7 +1699,9 @@ class MemoryStore:
             states[row.id] = row.state
         return states
 
-    async def requeue(self, ids: Sequence[bytes], now: int) -> Sequence[bytes]:
+    async def requeue(self, ids: Sequence[bytes], now: int, bulk: bool = False) -> Sequence[bytes]:
+        if bulk:
+            return [again for id in ids for again in await self._requeue_dead(id, now)]
         again = [row for row in await self.get(ids) if row.state in (State.DEAD, State.CANCELLED)]
         keys = Counter((row.task, row.key) for row in again if row.key is not None)
         for row in again:
@@ -1661,6 +1715,19 @@ class MemoryStore:
             self._become_pending(row, now, held=row.key is not None and self._same_key(row)[1] is not None)
         return [row.id for row in again]
 
+    async def _requeue_dead(self, id: bytes, now: int) -> Sequence[bytes]:
+        row = self._rows.get(id)
+        with contextlib.suppress(KeyConflict):
+            return await self.requeue([id], now) if row is not None and row.state is State.DEAD else ()
+        return ()
+
+    async def purge(self, ids: Sequence[bytes], bulk: bool = False) -> int:
+        old = [row for row in await self.get(ids) if (row.state is State.DEAD if bulk else row.finished is not None)]
+        for row in old:
+            self._finished.remove(row)
+            del self._rows[row.id]
+        return len(old)
+
     async def reclaim(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
         return self._settle(settlements, now, now)
 
@@ -1673,6 +1740,10 @@ class MemoryStore:
             rows = (row for row in rows if row.lease is not None and row.lease < lease_before)
         return heapq.nsmallest(limit, rows, key=lambda row: (row.lease if lease_before is not None else 0, row.seq))
 
+    async def dead(self, task: str | None, before: tuple[int, int], limit: int) -> Sequence[JobRow]:
+        rows = (row for row in self._finished if row.state is State.DEAD and task in (None, row.task))
+        return heapq.nlargest(limit, (row for row in rows if ended_at(row) < before), key=ended_at)
+
     async def counts(self, now: int) -> Sequence[Count]:
         numbers, due = Counter[tuple[str, str, State]](), Counter[tuple[str, str, State]]()
         for row in self._rows.values():
@@ -1682,6 +1753,15 @@ class MemoryStore:
             Count(queue=queue, task=task, state=state, durable=False, count=n, due=due[queue, task, state])
             for (queue, task, state), n in sorted(numbers.items())
         ]
+
+    async def pause(self, queues: Sequence[str]) -> None:
+        self.held = self.held.union(queues)
+
+    async def resume(self, queues: Sequence[str]) -> None:
+        self.held = self.held.difference(queues)
+
+    async def paused(self) -> frozenset[str]:
+        return self.held
 
     async def prune(self, now: int, limit: int = 500) -> int:
         old = [row for row in self._finished if row.keep_until is not None and row.keep_until <= now][:limit]
@@ -1695,7 +1775,10 @@ class MemoryStore:
 
     def has_due(self, now: int) -> bool:
         """Whether anything waits only for room."""
-        return bool(self._lanes) or bool(self._later and self._later[0][1] <= now)
+        return self._lacks_room() or bool(self._later and self._later[0][1] <= now)
+
+    def _lacks_room(self) -> bool:
+        return any(lane[0] not in self.held for lane in self._lanes) if self.held else bool(self._lanes)
 
     def adopt(self, row: JobRow, now: int) -> None:
         """Insert and claim in one, for a row without a key that need not wait."""
@@ -1772,6 +1855,10 @@ MIGRATIONS: Final = (
         """CREATE TABLE tinyq_schedules (
             namespace TEXT NOT NULL, name TEXT NOT NULL, last_fire INTEGER NOT NULL, PRIMARY KEY (namespace, name)
         ) STRICT""",
+    ),
+    (
+        "CREATE TABLE tinyq_paused (namespace TEXT NOT NULL, queue TEXT NOT NULL, PRIMARY KEY (namespace, queue)) STRICT",
+        "CREATE INDEX tinyq_dead ON tinyq_jobs (namespace, finished, seq, task) WHERE state = 'dead'",
     ),
 )
 
@@ -1859,6 +1946,14 @@ COUNTS: Final = (
     "SELECT queue, task, state, count(*), sum(ready IN (1, 3) OR (ready = 0 AND run_at <= ?)) FROM tinyq_jobs "
     "WHERE namespace = ? GROUP BY queue, task, state ORDER BY queue, task, state"
 )
+LIGHT: Final = ", ".join("NULL" if column in ("payload", "result") else column for column in COLUMNS)
+# With the moment said twice SQLite begins where it is in the index: it does not look into a comparison of row values.
+DEAD_ROWS: Final = (
+    f"SELECT {LIGHT} FROM tinyq_jobs WHERE namespace = ?1 AND state = 'dead' AND finished <= ?3 AND (finished, seq) < (?3, ?4) "
+    "AND (?2 IS NULL OR task = ?2) ORDER BY finished DESC, seq DESC LIMIT ?5"
+)
+PAUSE: Final = "INSERT OR IGNORE INTO tinyq_paused (namespace, queue) VALUES (?, ?)"
+RESUME: Final = "DELETE FROM tinyq_paused WHERE namespace = ? AND queue = ?"
 
 
 # ── 14. SQLite store: rows in one transaction ─────────────────────────────────────────────────────────────────────────
@@ -1929,7 +2024,7 @@ def insert_all(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow], n
     """New rows. One that comes with a lease is to be handed over, and loses it if something of its queue is due before it."""
     handed = [row for row in rows if row.lease is not None]
     if handed:
-        busy = {queue for queue, _, _ in db.execute(LANES, lane_range(namespace))}
+        busy = {queue for queue, _, _ in db.execute(LANES, lane_range(namespace))} | paused_queues(db, namespace)
         for row in handed:
             if row.queue in busy:
                 row.worker = row.lease = row.started = None
@@ -1991,7 +2086,7 @@ def lanes_with_room(db: sqlite3.Connection, namespace: str, room: Room) -> tuple
     for queue_name, task_name, lane in db.execute(LANES, lane_range(namespace)).fetchall():
         if (most := room.free(queue_name, task_name)) > 0:
             lanes.append((queue_name, task_name, lane, most))
-        elif task_name in room.tasks:
+        elif task_name in room.tasks and queue_name not in room.paused:
             full = True
     return lanes, full
 
@@ -2140,13 +2235,15 @@ def cancel_rows(
     return states
 
 
-def requeue_rows(db: sqlite3.Connection, namespace: str, ids: Sequence[bytes], now: int) -> list[bytes]:
+def requeue_rows(db: sqlite3.Connection, namespace: str, ids: Sequence[bytes], now: int, bulk: bool) -> list[bytes]:
     again = []
-    for row in read_rows(db, namespace, ids):
-        if row.state in (State.DEAD, State.CANCELLED):
+    for row in read_rows(db, namespace, ids, LIGHT):
+        if row.state is State.DEAD or (row.state is State.CANCELLED and not bulk):
             held = False
             if row.key is not None:
                 if same_key(db, row, State.PENDING):
+                    if bulk:
+                        continue
                     raise key_conflict(row)
                 held = same_key(db, row, State.RUNNING) is not None
             fresh = dict(FRESH) | {"run_at": now, "ready": HELD if held else CLAIMABLE}
@@ -2156,8 +2253,29 @@ def requeue_rows(db: sqlite3.Connection, namespace: str, ids: Sequence[bytes], n
     return again
 
 
-def read_rows(db: sqlite3.Connection, namespace: str, ids: Sequence[bytes]) -> list[JobRow]:
-    select = f"SELECT {ALL} FROM tinyq_jobs WHERE namespace = ? AND id = ?"
+def purge_rows(db: sqlite3.Connection, namespace: str, ids: Sequence[bytes], bulk: bool) -> int:
+    which = "state = 'dead'" if bulk else "finished IS NOT NULL"
+    delete = f"DELETE FROM tinyq_jobs WHERE namespace = ? AND id = ? AND {which}"
+    return db.executemany(delete, [(namespace, id) for id in ids]).rowcount if ids else 0
+
+
+def paused_queues(db: sqlite3.Connection, namespace: str) -> frozenset[str]:
+    return frozenset(queue for (queue,) in db.execute("SELECT queue FROM tinyq_paused WHERE namespace = ?", (namespace,)))
+
+
+def claim_unpaused(db: sqlite3.Connection, namespace: str, room: Room, worker: str, lease: int, now: int) -> Claimed:
+    paused = paused_queues(db, namespace)
+    return claim_rows(db, namespace, room.without(paused), worker, lease, now)._replace(paused=paused)
+
+
+def look_for_unpaused(db: sqlite3.Connection, namespace: str, room: Room, now: int) -> Claimed | None:
+    paused = paused_queues(db, namespace)
+    found = look_for_due(db, namespace, room.without(paused), now)
+    return None if found is None else found._replace(paused=paused)
+
+
+def read_rows(db: sqlite3.Connection, namespace: str, ids: Sequence[bytes], columns: str = ALL) -> list[JobRow]:
+    select = f"SELECT {columns} FROM tinyq_jobs WHERE namespace = ? AND id = ?"
     found = (db.execute(select, (namespace, id)).fetchone() for id in ids)
     return [as_row(values) for values in found if values]
 
@@ -2454,8 +2572,8 @@ class SQLiteStore:
 
     async def claim(self, room: Room, worker: str, lease: int, now: int) -> Claimed:
         return await self._write(
-            lambda db: claim_rows(db, self._namespace, room, worker, lease, now),
-            look=lambda db: look_for_due(db, self._namespace, room, now),
+            lambda db: claim_unpaused(db, self._namespace, room, worker, lease, now),
+            look=lambda db: look_for_unpaused(db, self._namespace, room, now),
             patience=CLAIM_PATIENCE,
         )
 
@@ -2468,8 +2586,11 @@ class SQLiteStore:
     async def cancel(self, ids: Sequence[bytes], reason: str, keep_until: int | None, now: int) -> Mapping[bytes, State]:
         return await self._write(lambda db: cancel_rows(db, self._namespace, ids, reason, keep_until, now))
 
-    async def requeue(self, ids: Sequence[bytes], now: int) -> Sequence[bytes]:
-        return await self._write(lambda db: requeue_rows(db, self._namespace, ids, now))
+    async def requeue(self, ids: Sequence[bytes], now: int, bulk: bool = False) -> Sequence[bytes]:
+        return await self._write(lambda db: requeue_rows(db, self._namespace, ids, now, bulk))
+
+    async def purge(self, ids: Sequence[bytes], bulk: bool = False) -> int:
+        return await self._write(lambda db: purge_rows(db, self._namespace, ids, bulk))
 
     async def reclaim(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
         return await self._write(lambda db: settle_rows(db, self._namespace, settlements, now, now))
@@ -2480,12 +2601,25 @@ class SQLiteStore:
     async def list(self, state: State, lease_before: int | None = None, limit: int = 100) -> Sequence[JobRow]:
         return await self._read(lambda db: list_rows(db, self._namespace, state, lease_before, limit))
 
+    async def dead(self, task: str | None, before: tuple[int, int], limit: int) -> Sequence[JobRow]:
+        values = (self._namespace, task, *before, limit)
+        return [as_row(found) for found in await self._read(lambda db: db.execute(DEAD_ROWS, values).fetchall())]
+
     async def counts(self, now: int) -> Sequence[Count]:
         rows = await self._read(lambda db: db.execute(COUNTS, (now, self._namespace)).fetchall())
         return [
             Count(queue=queue, task=task, state=State(state), durable=True, count=n, due=due or 0)
             for queue, task, state, n, due in rows
         ]
+
+    async def pause(self, queues: Sequence[str]) -> None:
+        await self._write(lambda db: db.executemany(PAUSE, [(self._namespace, queue) for queue in queues]).rowcount)
+
+    async def resume(self, queues: Sequence[str]) -> None:
+        await self._write(lambda db: db.executemany(RESUME, [(self._namespace, queue) for queue in queues]).rowcount)
+
+    async def paused(self) -> frozenset[str]:
+        return await self._read(lambda db: paused_queues(db, self._namespace))
 
     async def prune(self, now: int, limit: int = 500) -> int:
         return await self._write(lambda db: prune_rows(db, now, limit), look=lambda db: nothing_to_prune(db, now))
@@ -2769,14 +2903,24 @@ async def call_in_thread(job: Running, threads: Threads, call: Callable[[], Any]
 # sys.exit) comes back as an Outcome.
 
 
+WORKER_LOST: Final = "worker lost"
+
+
+def lost_for_good(row: JobRow, settings: Settings) -> bool:
+    """Whether a claim has found what a process that does not know the task had to leave pending when its worker was lost."""
+    if not row.lost:
+        return False
+    return row.attempts > settings.retry.max_attempts or (settings.on_lost == "dead" and row.reason == WORKER_LOST)
+
+
 def prepare_call(job: Running, clock: Clock) -> Outcome | Arguments:
     """The arguments, or why the handler is not to be called."""
     if job.refused is not None:
         return job.refused
     if job.expires is not None and job.expires < clock.time():
         return Outcome("expired", reason="expired before it started")
-    if job.lost and job.attempts > job.settings.retry.max_attempts:
-        return Outcome("lost")
+    if lost_for_good(job, job.settings):
+        return Outcome("lost", reason=WORKER_LOST)
     if job.call is not None:
         return job.call
     try:
@@ -2899,7 +3043,7 @@ def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
         case "failed" | "timeout":
             return failed(row, outcome, settings, now, rng)
         case "snooze" if row.snoozes >= SNOOZES:
-            return becomes_dead(row, settings, now, reason=f"snoozed {SNOOZES:,} times")
+            return died(row, settings, now, reason=f"snoozed {SNOOZES:,} times")
         case "snooze":
             return again(row, settings, now, later(now, outcome.delay or 0.0), attempts=back, snoozes=row.snoozes + 1)
         case "cancelled":
@@ -2917,16 +3061,17 @@ def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
             since = row.parked if row.parked is not None else now
             misfit = error_text(outcome.error) if outcome.error else None
             if later(since, PARK_FOR) <= now:
-                return becomes_dead(row, settings, now, reason="the arguments do not fit the handler", error=misfit, attempts=back)
+                return died(row, settings, now, reason="the arguments do not fit the handler", error=misfit, attempts=back)
             return again(row, settings, now, later(now, PARK_EVERY), attempts=back, parked=since, reason="parked", error=misfit)
         case "undecodable":
-            return becomes_dead(row, settings, now, reason=outcome.reason, error=outcome.reason, attempts=back, ttl=math.inf)
-        case "lost" if row.attempts >= settings.retry.max_attempts:
-            starts = min(row.attempts, cast(int, settings.retry.max_attempts))  # one more if this was found out at a claim
+            return died(row, settings, now, reason=outcome.reason, error=outcome.reason, attempts=back, ttl=math.inf)
+        case "lost" if row.attempts >= settings.retry.max_attempts or settings.on_lost == "dead":
+            starts = row.attempts if outcome.reason is None else back  # found out at a claim, which has counted one
+            starts = min(starts, cast(int, settings.retry.max_attempts))
             lost = row.lost + (starts == row.attempts)
-            return becomes_dead(row, settings, now, reason="worker lost", error="worker lost", attempts=starts, lost=lost)
+            return died(row, settings, now, reason=WORKER_LOST, error=WORKER_LOST, attempts=starts, lost=lost)
         case "lost":
-            return again(row, settings, now, now, lost=row.lost + 1, reason="worker lost", error="worker lost")
+            return again(row, settings, now, now, lost=row.lost + 1, reason=WORKER_LOST, error=WORKER_LOST)
         case "dropped":
             raise ValueError("an outcome without a claim is not written")
 
@@ -2953,9 +3098,9 @@ def failed(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
     about: dict[str, Any] = {"error": error_text(error), "traceback": traceback_text(error)}
     asked = isinstance(error, RetryAfter)
     if row.attempts >= retry.max_attempts:
-        return becomes_dead(row, settings, now, reason="no attempts left", **about)
+        return died(row, settings, now, reason="no attempts left", **about)
     if retry.gives_up_on(error) and not asked:
-        return becomes_dead(row, settings, now, reason="not to be retried", **about)
+        return died(row, settings, now, reason="not to be retried", **about)
     delay = outcome.delay if outcome.delay is not None else retry.delay(row.attempts, rng)
     return again(row, settings, now, later(now, delay), reason=outcome.kind, **about)
 
@@ -2966,7 +3111,7 @@ def again(row: JobRow, settings: Settings, now: int, run_at: int, **changes: Any
     return settlement(row, State.PENDING, run_at, True, {**changes, "keep_until": until})
 
 
-def becomes_dead(row: JobRow, settings: Settings, now: int, ttl: float | None = None, **changes: Any) -> Settlement:
+def died(row: JobRow, settings: Settings, now: int, ttl: float | None = None, **changes: Any) -> Settlement:
     return finished(row, State.DEAD, settings.failure_ttl if ttl is None else ttl, now, **changes)
 
 
@@ -3132,6 +3277,8 @@ class Crew:
         self.settle_wake = asyncio.Event()
         self.closing = asyncio.Event()
         self.activity = 0  # grows with every job that is inserted or started here
+        self.pauses = 0  # grows with every pause and resume that is asked for here
+        self.after_death: Callable[[JobRow], None] | None = None
         self._clock = clock
         loop = asyncio.get_running_loop()
         # Without a factory `create_task` comes to this, a third slower.
@@ -3173,9 +3320,25 @@ class Crew:
                     waiting.waits_for_room = False
                     waiting.wake.set()
         tier.hungry = claimed.more
+        if tier.durable:
+            self.heed(claimed.paused)
         await self._start_all(tier, claimed.rows, now)
         due = math.inf if claimed.next_at is None else max(0.0, (claimed.next_at - now) / 1e6)
         return min(due, POLL) if tier.durable else due
+
+    def heed(self, paused: frozenset[str]) -> None:
+        """Let best-effort jobs of a queue that is paused in the database wait as well."""
+        if self.memory.held != paused:
+            self.memory.held = paused
+            for tier in self.tiers:
+                tier.wake.set()
+
+    async def learn_paused(self, tier: Tier) -> None:
+        """The same for a process that claims nothing, or has no room: without a claim it is not told."""
+        before = self.pauses
+        paused = await tier.store.paused()
+        if self.pauses == before:  # else it may have been read before the pause that was asked for here
+            self.heed(paused)
 
     async def _start_all(self, tier: Tier, rows: Sequence[JobRow], now: int) -> None:
         back = []
@@ -3201,7 +3364,9 @@ class Crew:
         for other in self.tiers:
             if other.hungry:
                 return False
-        return tier.claiming and not self.memory.has_due(now) and self._slots.fits(queue, handler.is_async)
+        if queue in self.memory.held or not tier.claiming or self.memory.has_due(now):
+            return False
+        return self._slots.fits(queue, handler.is_async)
 
     def start(self, tier: Tier, row: JobRow, handler: Handler, settings: Settings, refused: Outcome | None = None) -> None:
         """Run a claimed row in a task of its own."""
@@ -3350,6 +3515,7 @@ class Crew:
             job.exception = outcome.error
             if outcome.kind == "done":
                 job.value = outcome.value
+            self._became_dead(job, now)
             if change.state is State.PENDING or job.key is not None:
                 job.tier.wake.set()
         self._leave(job, now)
@@ -3360,6 +3526,14 @@ class Crew:
             log.error("%s ended, which was never written: it runs again when its lease ends", label(job))
             self._leave(job, self._clock.time())
         self._ended = []
+
+    def _became_dead(self, row: JobRow, now: int, change: Settlement | None = None) -> None:
+        """If that is what was committed, the hooks hear of it. `change`: of a row that was reclaimed, and has not seen it yet."""
+        if change is not None and change.state is State.DEAD:
+            apply(row, change, now)
+            row = self.known(row)
+        if row.state is State.DEAD and self.after_death is not None:
+            self.after_death(row)
 
     def tell(self, row: JobRow, now: int) -> None:
         """Let whoever waits for a row look at it again: it has ended, or it is no longer what it was here."""
@@ -3415,6 +3589,7 @@ class Crew:
         await self._renew(tier, now)
         if not self.closing.is_set():
             await self._reclaim(tier, now)
+            await self.learn_paused(tier)
             await self.retention(tier, now)
         return self._lease / 4
 
@@ -3454,18 +3629,28 @@ class Crew:
             if row.seq in states:
                 log.warning("%s was reclaimed: worker %s has not renewed its lease", label(row), row.worker)
                 report(row, Outcome("lost"), change)
+                self._became_dead(row, now, change)
                 if row.id in self.live:
                     self.tell(self.known(row.but(state=states[row.seq], error=change.error)), now)
         tier.wake.set()
 
     def _after_loss(self, row: JobRow, now: int) -> Settlement:
         handler = self.handlers.get(row.task)
-        if handler is None:  # whoever knows the task also knows how many starts it has
-            return decide(row, Outcome("lost"), Settings(retry=Retry(max_attempts=math.inf)), now)
+        if handler is None:
+            return decide(row, Outcome("lost"), self._settings_of_stranger(row), now)
         try:
             return decide(row, Outcome("lost"), self._settings_of(row, handler), now)
         except Undecodable as error:
             return decide(row, Outcome("undecodable", reason=str(error)), Settings(), now)
+
+    @staticmethod
+    def _settings_of_stranger(row: JobRow) -> Settings:
+        """Whoever knows the task also knows how many starts it has; what the row itself says holds here, too."""
+        try:
+            overrides = decode_overrides(row.options)
+        except Undecodable:
+            overrides = {}
+        return Settings(**{**overrides, "retry": Retry(max_attempts=math.inf)})
 
 
 # ── 22. Loops: schedules ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -3568,6 +3753,8 @@ class Scheduler:
 
 PER_JOB: Final = {"key", "run_at", "delay", "expires", "tx"}  # options with hardly ever the same value twice
 WAIT_FOR_ROOM: Final = 5.0  # seconds that an enqueue waits while max_pending jobs do
+HOOK_TIME: Final = 30.0  # seconds that an on_dead hook may take
+HOOKS: Final = 10  # on_dead hooks that run at once; the others wait
 
 
 class Intake:
@@ -3593,6 +3780,7 @@ class Intake:
         self.spawned: dict[asyncio.Task[Any], str] = {}
         self.mark = object()  # of this run
         self._resolved: dict[Any, Settings] = {}
+        self._hook_slots = asyncio.Semaphore(HOOKS)
         self._room: deque[asyncio.Event] = deque()
         self._awaited: set[JobRow] = set()
         self._moving: dict[bytes, asyncio.Task[list[JobRow]]] = {}  # promotions under way
@@ -3650,7 +3838,7 @@ class Intake:
         if settings.durable:
             row.durable = True
             row.payload = encode_call(handler, name, call, self.config.max_payload)
-            if overrides and not STORED_OPTIONS.isdisjoint(overrides):
+            if overrides:
                 row.options = encode_overrides(name, overrides)
         else:
             row.call = call
@@ -3762,7 +3950,10 @@ class Intake:
         self.require_running()
         if len(self.spawned) >= self.config.max_pending:
             raise QueueFull(f"{self.config.max_pending:,} spawned tasks are running (max_pending): spawn fewer at a time")
-        task = self.loop.create_task(contained(coro), name=name or getattr(coro, "__qualname__", None), context=context)
+        return self._track(coro, name or getattr(coro, "__qualname__", None), context)
+
+    def _track(self, coro: Coroutine[Any, Any, T], name: str | None, context: contextvars.Context | None) -> asyncio.Task[T]:
+        task = self.loop.create_task(contained(coro), name=name, context=context)
         self.spawned[task] = task.get_name()
         task.add_done_callback(functools.partial(self._spawned_ended, coro))
         return task
@@ -3774,6 +3965,74 @@ class Intake:
             self.crew.idle.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("spawned task %s failed: %s", name, error_text(error), exc_info=error)
+
+    def call_hooks(self, hooks: Iterable[Handler], job: object, about: str) -> None:
+        """Begin to call the on_dead hooks for a job. Whatever they do is their own affair: the job is settled."""
+        for hook in hooks:
+            if self.crew.closing.is_set() or len(self.spawned) >= self.config.max_pending:
+                why = "tinyq has stopped" if self.crew.closing.is_set() else f"{self.config.max_pending:,} tasks are running"
+                log.error("on_dead hook %s was not called for %s: %s", hook.name, about, why)
+                continue
+            task = self._track(self._call_hook(hook, job, about), f"on_dead hook {hook.name}", contextvars.Context())
+            task.add_done_callback(functools.partial(hook_never_ended, hook, about))
+
+    async def _call_hook(self, hook: Handler, job: object, about: str) -> None:
+        async with self._hook_slots:
+            work = self.loop.create_task(contained(run_hook(hook, job, self.crew.threads)))
+            over = asyncio.Event()
+            work.add_done_callback(lambda _: over.set())
+            why = f"stopped after {HOOK_TIME:g} s"
+            try:
+                await self.clock.wait(over, HOOK_TIME)
+            except asyncio.CancelledError:
+                why = "stopped at shutdown"
+            stopped = not work.done()
+            if stopped:
+                work.cancel()
+                await self.clock.wait(over, 1.0)  # then it is known where it was
+            error = failure_of(work)
+            if stopped or error is not None:
+                error = with_cause(TimeoutError(why), error) if stopped else error
+                log.error("on_dead hook %s failed for %s: %s", hook.name, about, error_text(cast(Any, error)), exc_info=error)
+            await asyncio.wait({work})  # one that does not heed its cancellation keeps its place
+
+
+async def run_hook(hook: Handler, job: object, threads: Threads) -> None:
+    if hook.is_async:
+        await hook.fn(job)
+        return
+    thread = threads.submit(functools.partial(contextvars.copy_context().run, hook.fn, job))
+    told = False
+    while not thread.done():
+        try:
+            await asyncio.wait({thread})
+        except asyncio.CancelledError:  # the first does nothing, since a thread cannot be stopped; the next abandons it
+            if told:
+                raise
+            told = True
+    value, error = thread.result()
+    if error is not None:
+        raise error
+    if inspect.isawaitable(value):
+        await value
+
+
+def failure_of(work: asyncio.Task[Any]) -> BaseException | None:
+    """The error with which a task has ended, if it has."""
+    try:
+        return work.exception() if work.done() else None
+    except asyncio.CancelledError as error:
+        return error
+
+
+def with_cause(error: BaseException, cause: BaseException | None) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+def hook_never_ended(hook: Handler, about: str, task: asyncio.Task[None]) -> None:
+    if task.cancelled():  # while it waited for its turn; one that had begun says itself what happened
+        log.error("on_dead hook %s was not called for %s: tinyq is stopping", hook.name, about)
 
 
 async def contained(coro: Coroutine[Any, Any, T]) -> T:
@@ -3787,6 +4046,13 @@ async def contained(coro: Coroutine[Any, Any, T]) -> T:
 
 # ── 24. Engine: asking about jobs ─────────────────────────────────────────────────────────────────────────────────────
 # What handles need: reading, waiting, cancelling, promoting. Knows that a job may run in another process.
+
+
+BATCH: Final = 500  # rows that one transaction requeues or purges
+
+
+def batches(ids: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    return (ids[at : at + BATCH] for at in range(0, len(ids), BATCH))
 
 
 class Inquiries(Intake):
@@ -3881,16 +4147,70 @@ class Inquiries(Intake):
             await asyncio.sleep(POLL / 10 if row.worker == self.worker else POLL)
         return True
 
+    async def dead(self, task: str | None, limit: int) -> list[JobRow]:
+        """Dead rows of both tiers, the last to die first."""
+        rows = list(await self.memory_store.dead(task, NEWEST, limit))
+        if self.durable is not None:  # (without payloads, which the next claim brings)
+            rows += [self.crew.known(row) for row in await self.durable.store.dead(task, NEWEST, limit)]
+        return sorted(rows, key=lambda row: row.finished or 0, reverse=True)[:limit]
+
     async def requeue(self, ids: Sequence[bytes]) -> int:
-        now, ids = self.clock.time(), list(dict.fromkeys(ids))
-        again = list(await self.memory_store.requeue(ids, now))
-        if self.durable is not None:
-            again += await self.durable.store.requeue(ids, now)
-        for row in await self.durable.store.get([id for id in again if id in self.crew.live]) if self.durable else ():
-            self.crew.known(row, again=True)
+        now, count = self.clock.time(), 0
+        for store in self._stores():
+            for some in batches(list(dict.fromkeys(ids))):
+                count += await self._requeue(store, some, now)
+        return count
+
+    async def requeue_dead(self, task: str | None) -> int:
+        """All dead jobs, of one task if it is named; but those whose key is taken."""
+        now, count, left = self.clock.time(), 0, 0
+        for store in self._stores():
+            async for ids in self._dead_ids(store, task):
+                again = await self._requeue(store, ids, now, bulk=True)
+                count, left = count + again, left + len(ids) - again
+        if left:
+            log.warning("requeue left %d dead jobs as they are: a job with the same task and key is pending", left)
+        return count
+
+    async def _requeue(self, store: Store, ids: Sequence[bytes], now: int, bulk: bool = False) -> int:
+        again = await store.requeue(ids, now, bulk)
+        if store is not self.memory_store:
+            for row in await store.get([id for id in again if id in self.crew.live]):
+                self.crew.known(row, again=True)
         for tier in self.crew.tiers:
             tier.wake.set()
         return len(again)
+
+    async def purge(self, ids: Sequence[bytes]) -> int:
+        return sum([await store.purge(some) for store in self._stores() for some in batches(ids)])
+
+    async def purge_dead(self, task: str | None) -> int:
+        return sum([await store.purge(ids, True) for store in self._stores() async for ids in self._dead_ids(store, task)])
+
+    def _stores(self) -> list[Store]:
+        return [tier.store for tier in (self.memory, self.durable) if tier is not None]
+
+    @staticmethod
+    async def _dead_ids(store: Store, task: str | None) -> AsyncIterator[list[bytes]]:
+        """In batches, the last to die first: so one that is requeued and dies again meanwhile does not come up twice."""
+        before = NEWEST
+        while rows := await store.dead(task, before, BATCH):
+            before = ended_at(rows[-1])
+            yield [row.id for row in rows]
+
+    async def pause(self, queue: str) -> None:
+        store = self.durable.store if self.durable is not None else self.memory_store
+        await store.pause([queue])
+        await self.memory_store.pause([queue])
+        self.crew.pauses += 1
+
+    async def resume(self, queue: str) -> None:
+        store = self.durable.store if self.durable is not None else self.memory_store
+        await store.resume([queue])
+        await self.memory_store.resume([queue])
+        self.crew.pauses += 1
+        for tier in self.crew.tiers:
+            tier.wake.set()
 
     async def stats(self, schedules: Sequence[Schedule]) -> Stats:
         now = self.clock.time()
@@ -3901,9 +4221,11 @@ class Inquiries(Intake):
         ]
         if self.durable is not None:
             counts += await self.durable.store.counts(now)
+        paused = await (self.durable.store if self.durable is not None else self.memory_store).paused()
+        counts = [c.but(due=0) if c.queue in paused else c for c in counts]
         unknown = {c.task for c in counts if c.durable and c.state is State.PENDING and c.task not in self.handlers}
         fires = tuple(schedule.stats() for schedule in schedules)
-        return Stats(counts=tuple(counts), unknown=tuple(sorted(unknown)), schedules=fires)
+        return Stats(counts=tuple(counts), unknown=tuple(sorted(unknown)), schedules=fires, paused=tuple(sorted(paused)))
 
     async def promote(self, rows: Sequence[JobRow]) -> list[JobRow]:
         """Move pending best-effort jobs into the table, whatever becomes of the caller; answers those that are stored now.
@@ -3929,7 +4251,7 @@ class Inquiries(Intake):
 
     def _as_durable(self, row: JobRow) -> JobRow | None:
         settings, usual = self.settings_for(row), self.settings(row.handler)
-        run_options = ("retry", "timeout", "result_ttl", "failure_ttl")
+        run_options = ("retry", *STORED_OPTIONS)
         overrides = {name: getattr(settings, name) for name in run_options if getattr(settings, name) != getattr(usual, name)}
         stored = row.but(durable=True, on_conflict="reuse", waiters=None, call=None, context=None)
         try:
@@ -4290,6 +4612,11 @@ class Job(Generic[R_co]):
         return self._row.error
 
     @property
+    def traceback(self) -> str | None:
+        """Where the last error came from, as Python prints it; at most its last 4,000 characters."""
+        return self._row.traceback
+
+    @property
     def reason(self) -> str | None:
         """Why it is in this state, where that needs saying."""
         return self._row.reason
@@ -4420,6 +4747,9 @@ class Decorator(Protocol):
 # The object behind everything: registration at any time, an engine between start and stop.
 
 
+TaskOrName = Task[..., Any, Any] | str
+
+
 class TinyQ:
     """Background work of one application. All options: see `Configuration`; they are checked here, and nothing is opened.
 
@@ -4433,6 +4763,7 @@ class TinyQ:
         self._handlers: dict[str, Handler] = {}
         self._of_functions: dict[Any, Handler] = {}
         self._schedules: list[Schedule] = []
+        self._dead_hooks: list[Handler] = []
         self._engine: Engine | None = None
         self._starting = False
         self._was_stopped = False
@@ -4536,6 +4867,17 @@ class TinyQ:
             return task
 
         return cast(Decorator, register)
+
+    def on_dead(self, hook: HookT, /) -> HookT:
+        """Have a function called with the Job of each job that dies, best-effort or durable, once that is committed.
+
+        That is in the process that ran it, or in the one that found that its worker was lost. Async functions run in the event
+        loop, plain ones in a thread, beside the jobs' slots; at most 10 at once, 30 s each. What a hook does cannot change the
+        job: if it fails or takes longer, that is one ERROR in the log. Shutdown waits for it as for a running job. It is not
+        called again if the process ends first. Raises TypeError for what is not callable.
+        """
+        self._dead_hooks.append(hook_from(hook))
+        return hook
 
     def _scheduled_task(
         self, fn: Any, name: str | None, promote: Promote | None, options: Mapping[str, Any]
@@ -4714,6 +5056,10 @@ class TinyQ:
             config = configure_from({**self._environment(), **self._given})
             self._bare.cache_clear()
             engine = Engine(config, self._handlers)
+            configured = () if config.on_dead is None else (hook_from(config.on_dead),)
+            engine.crew.after_death = lambda row: engine.call_hooks(
+                (*configured, *self._dead_hooks), Job(engine, row, False), label(row)
+            )
             await engine.start(self._schedules)
         except BaseException:
             self._reconfigurable = True
@@ -4783,9 +5129,68 @@ class TinyQ:
         """Counts per queue, task and state, and what the schedules of this process have done."""
         return await self._running().stats(self._schedules)
 
-    async def requeue(self, *ids: str) -> int:
-        """Make dead or cancelled jobs pending again, with all their attempts. Answers how many were."""
-        return await self._running().requeue([id_bytes(id) for id in ids])
+    async def dead(self, task: TaskOrName | None = None, limit: int = 100) -> list[Job[Any]]:
+        """Dead jobs, of one task if it is given, the last to die first: durable ones, and the best-effort ones kept in memory."""
+        engine = self._running()
+        rows = await engine.dead(None if task is None else name_of(task), whole(limit, "limit", 1))
+        return [Job(engine, row, False) for row in rows]
+
+    async def requeue(self, *ids: str, task: TaskOrName | None = None, all: bool = False) -> int:
+        """Make dead jobs pending again, with all their attempts. Answers how many were.
+
+        Give ids (of cancelled jobs, too), or `task` (or its name) for all its dead jobs, or `all=True` for all there are; else
+        TypeError. Each 500 of them are one transaction. An id raises KeyConflict if a job with the same key is pending; with
+        `task` and `all` such a job is left dead, and one WARNING counts them.
+        """
+        one_way("requeue", ids, task, all)
+        engine = self._running()
+        if ids:
+            return await engine.requeue([id_bytes(id) for id in ids])
+        return await engine.requeue_dead(None if task is None else name_of(task))
+
+    async def purge(self, *ids: str, task: TaskOrName | None = None, all: bool = False) -> int:
+        """Delete dead jobs. Answers how many were.
+
+        Give ids (of done and cancelled jobs, too), or `task` (or its name) for all its dead jobs, or `all=True` for all there
+        are; else TypeError. Each 500 of them are one transaction.
+        """
+        one_way("purge", ids, task, all)
+        engine = self._running()
+        if ids:
+            return await engine.purge([id_bytes(id) for id in dict.fromkeys(ids)])
+        return await engine.purge_dead(None if task is None else name_of(task))
+
+    async def pause(self, queue: str) -> None:
+        """Start no job of this queue any more, until `resume`, in any process that shares the database and the namespace.
+
+        What runs goes on, and jobs can be enqueued. A pause outlives restarts; without a database it is this instance's own.
+        Other processes hold back their best-effort jobs once they have noticed. Idempotent. Raises StoreError.
+        """
+        await self._running().pause(text(queue, "queue"))
+
+    async def resume(self, queue: str) -> None:
+        """Start jobs of this queue again. Idempotent. Raises StoreError."""
+        await self._running().resume(text(queue, "queue"))
+
+
+def hook_from(hook: Any) -> Handler:
+    if not callable(hook):
+        raise TypeError(f"on_dead() takes a function of the dead Job, and this is {hook!r}")
+    return make_handler(hook.fn if isinstance(hook, Task) else hook)
+
+
+def name_of(task: TaskOrName) -> str:
+    if isinstance(task, Task):
+        return task.name
+    return text(task, "task")
+
+
+def one_way(verb: str, ids: Sequence[str], task: object, all: object) -> None:
+    """TypeError unless exactly one way of naming jobs was used."""
+    if bool(ids) + (task is not None) + flag(all, "all") != 1:
+        raise TypeError(
+            f"{verb}() takes ids, or task=…, or all=True, one of these: given were {len(ids)} ids, task={task!r}, all={all}"
+        )
 
 
 def refuse_path(app: object) -> None:
@@ -4818,6 +5223,11 @@ drain = _default.drain
 get = _default.get
 stats = _default.stats
 requeue = _default.requeue
+dead = _default.dead
+purge = _default.purge
+pause = _default.pause
+resume = _default.resume
+on_dead = _default.on_dead
 
 
 def configure(db: str | os.PathLike[str] | None = None, **options: Unpack[Configuration]) -> None:

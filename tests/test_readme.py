@@ -74,6 +74,31 @@ with TestClient(app) as client:
     assert answer == {"status": "done", "attempts": 1, "error": None}
     assert client.get("/jobs/nonsense").status_code == 404
 """,
+    "async def export": """
+import block
+async def drive():
+    async with q:
+        await q.enqueue_many([(export, (n,)) for n in range(3)])
+        await q.drain()
+        found = await look()
+        assert len(found) == 3 and all("ConnectionError: the partner is down" in text for text in found), found
+        assert all("in export" in text for text in found), found
+        block.down = False
+        await repair()
+        await q.drain()
+        assert await q.dead() == []
+        assert (await q.stats()).count(task=export.name) == 0
+asyncio.run(drive())
+""",
+    "async def newsletter": """
+async def drive():
+    async with q:
+        await maintain()
+        assert (await q.stats()).paused == ()
+        await q.drain()
+        assert (await q.stats()).counts == ()
+asyncio.run(drive())
+""",
     "async def audit": """
 from fastapi.testclient import TestClient
 with TestClient(app) as client:

@@ -914,6 +914,64 @@ async def test_a_refused_requeue_changes_nothing_of_its_batch(store: Store) -> N
     assert [row.state for row in await store.get([plain.id, keyed.id])] == [State.DEAD, State.DEAD]
 
 
+async def test_in_bulk_only_dead_jobs_are_requeued_and_those_whose_key_is_free(store: Store) -> None:
+    dead, taken, cancelled, done = [await running(store, key=key) for key in (None, "k", None, None)]
+    for row, state in ((dead, State.DEAD), (taken, State.DEAD), (cancelled, State.CANCELLED), (done, State.DONE)):
+        await settle(store, row, state)
+    await store.insert([job(key="k", run_at=LEASE)], NOW)
+    ids = [taken.id, cancelled.id, done.id, new_id(NOW), dead.id]
+    assert list(await store.requeue(ids, NOW, True)) == [dead.id]
+    states = [row.state for row in await store.get(ids)]
+    assert states == [State.DEAD, State.CANCELLED, State.DONE, State.PENDING]
+
+
+# purge
+
+
+@pytest.mark.parametrize("bulk", [False, True], ids=["by id", "in bulk"])
+async def test_purge_deletes_finished_rows_or_in_bulk_only_dead_ones(store: Store, bulk: bool) -> None:
+    ended = [await running(store) for _ in range(3)]
+    for row, state in zip(ended, (State.DEAD, State.CANCELLED, State.DONE), strict=True):
+        await settle(store, row, state)
+    live, waiting = await running(store), job(run_at=LEASE)
+    await store.insert([waiting], NOW)
+    ids = [row.id for row in (*ended, live, waiting)]
+    assert await store.purge(ids, bulk) == (1 if bulk else 3)
+    assert [row.id for row in await store.get(ids)] == (ids[1:] if bulk else ids[3:])
+    assert await store.purge([]) == 0
+
+
+# dead
+
+
+async def test_dead_rows_are_listed_the_last_first_and_from_a_place_on(store: Store) -> None:
+    made = [await running(store, task=task) for task in ("send", "send", "send")]
+    for row, moment in zip(made, (NOW + 2, NOW + 1, NOW + 2), strict=True):
+        await store.settle([outcome(row, State.DEAD)], moment)
+    await settle(store, await running(store), State.CANCELLED)
+    in_order = [made[2].id, made[0].id, made[1].id]
+    assert [row.id for row in await store.dead(None, tinyq.NEWEST, 10)] == in_order
+    assert [row.id for row in await store.dead("send", tinyq.NEWEST, 2)] == in_order[:2]
+    assert [row.id for row in await store.dead(None, (NOW + 2, made[0].seq), 10)] == in_order[2:]
+    assert list(await store.dead("other", tinyq.NEWEST, 10)) == []
+
+
+# pause and resume
+
+
+async def test_nothing_of_a_paused_queue_is_claimed(store: Store) -> None:
+    held, free = job(queue="mail", priority=9), job()
+    await store.pause(["mail", "alarm"])
+    await store.pause(["mail"])
+    await store.insert([held, free], NOW)
+    assert await store.paused() == {"mail", "alarm"}
+    assert [row.id for row in await claim(store)] == [free.id]
+    assert [row.id for row in await claim(store, room(named={"mail": 5}))] == []
+    await store.resume(["mail", "never heard of"])
+    assert await store.paused() == {"alarm"}
+    assert [row.id for row in await claim(store)] == [held.id]
+
+
 # reclaim
 
 
@@ -1101,4 +1159,4 @@ def test_all_stores_have_the_verbs_of_the_contract_in_its_order() -> None:
         return [name for name in vars(kind) if not name.startswith("_") and name in vars(Store)]
 
     assert verbs(MemoryStore) == verbs(SQLiteStore) == verbs(Store)
-    assert len(verbs(Store)) == 13
+    assert len(verbs(Store)) == 18

@@ -26,7 +26,7 @@ SIGNALS = {"Snooze", "RetryAfter", "Cancel"}
 VALUES = {"State", "Retry", "Options", "Task", "TinyQ", "Job", "CurrentJob", "Count", "ScheduleStats", "Stats", "Clock"}
 VERBS = {
     "task", "every", "enqueue", "enqueue_many", "spawn", "start", "stop", "quiesce", "drain", "run", "lifespan", "get", "stats",
-    "requeue",
+    "requeue", "dead", "purge", "pause", "resume", "on_dead",
 }  # fmt: skip
 
 

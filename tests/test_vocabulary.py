@@ -510,7 +510,7 @@ def test_stats_become_plain_dicts_for_json() -> None:
     count = tinyq.Count(queue="emails", task="send", state=State.DEAD, durable=True, count=2)
     stats = tinyq.Stats(counts=(count,), unknown=("old",), schedules=())
     row = {"queue": "emails", "task": "send", "state": "dead", "durable": True, "count": 2, "due": 0}
-    assert stats.as_dict() == {"counts": (row,), "unknown": ("old",), "schedules": ()}
+    assert stats.as_dict() == {"counts": (row,), "unknown": ("old",), "schedules": (), "paused": ()}
 
 
 async def test_the_current_job_is_known_only_inside_of_one() -> None:

@@ -350,6 +350,11 @@ async def an_instance_is_used_wrongly() -> None:
     await tinyq.stop("now")  # error
     await tinyq.get(7)  # error
     await tinyq.requeue(7)  # error
+    await tinyq.requeue(task=7)  # error
+    await tinyq.purge(all="yes")  # error
+    await tinyq.pause(7)  # error
+    await tinyq.resume()  # error
+    await tinyq.dead(limit="5")  # error
     tinyq.stop()  # error
     tinyq.run("jobs.db")  # error
     (await tinyq.stats()).count(queue=7)  # error
@@ -375,6 +380,9 @@ tinyq.TinyQ(durable=True)  # error
 tinyq.configure(concurency=5)  # error
 tinyq.configure(concurrency="5")  # error
 tinyq.configure(7)  # error
+tinyq.configure(on_dead=7)  # error
+tinyq.on_dead(7)  # error
+tinyq.task(on_lost="ignore")  # error
 
 
 class Unsteady:

@@ -473,7 +473,6 @@ async def an_instance_and_the_module_have_the_same_verbs() -> None:
     await q.stop(grace=timedelta(seconds=5))
     assert_type(await q.get("id"), tinyq.Job[Any])
     assert_type(await q.stats(), tinyq.Stats)
-    await q.requeue()
     await q.requeue("id", "another")
     await tinyq.start()
     await tinyq.quiesce()
@@ -483,7 +482,6 @@ async def an_instance_and_the_module_have_the_same_verbs() -> None:
     await tinyq.stop(grace=timedelta(seconds=5))
     assert_type(await tinyq.get("id"), tinyq.Job[Any])
     assert_type(await tinyq.stats(), tinyq.Stats)
-    await tinyq.requeue()
     await tinyq.requeue("id", "another")
 
 
@@ -550,6 +548,41 @@ async def a_lifespan_needs_no_application() -> None:
         assert_type(state["tinyq"], tinyq.TinyQ)
     async with tinyq.lifespan(), q.lifespan():
         pass
+
+
+# Dead jobs and paused queues
+
+
+@tinyq.on_dead
+async def tell(job: tinyq.Job[Any]) -> None:
+    print(job.task, job.error, job.traceback)
+
+
+@q.on_dead
+def tell_from_a_thread(job: tinyq.Job[Any]) -> int:
+    return job.attempts
+
+
+tinyq.TinyQ(on_dead=tell)
+tinyq.configure(on_dead=lambda job: print(job.reason))
+
+
+@tinyq.task(on_lost="dead")
+async def once() -> None: ...
+
+
+async def operators_look_and_repair() -> None:
+    assert_type(await tinyq.dead(), list[tinyq.Job[Any]])
+    assert_type(await q.dead(own, limit=5), list[tinyq.Job[Any]])
+    assert_type(await tinyq.requeue(task=send), int)
+    assert_type(await tinyq.requeue(all=True), int)
+    assert_type(await q.purge("id"), int)
+    assert_type(await q.purge(task="shop.send"), int)
+    assert_type(tell_from_a_thread(await q.get("id")), int)
+    await once.options(on_lost="retry").enqueue()
+    await tinyq.pause("emails")
+    await tinyq.resume("emails")
+    assert_type((await q.stats()).paused, tuple[str, ...])
 
 
 # The clock

@@ -52,6 +52,14 @@ async def hangs_until_told(n: int) -> None:
             mark("told", n)
 
 
+def looks_until_told(n: int) -> None:
+    mark("looks_until_told", n)
+    while not tinyq.current_job().cancelled:
+        time.sleep(0.01)
+    mark("told", n)
+    raise tinyq.Cancel("told")
+
+
 async def fails_once(n: int) -> None:
     mark("fails_once", n, tinyq.current_job().attempt, time.time_ns() // 1000)
     if tinyq.current_job().attempt == 1:
