@@ -467,6 +467,8 @@ class Options(TypedDict, total=False):
     result_ttl, failure_ttl: seconds that a result / a dead or cancelled job is kept. Defaults 0 and 7 days.
     on_lost: what becomes of a durable job whose worker died while it ran: "retry" (default), as long as attempts are left, or
         "dead" at once, without another start, for a handler that must not run twice on its own.
+    tx: your own open sqlite3 or aiosqlite connection to the same file: the job is written in its transaction, and exists if and
+        only if you commit that. Durable by itself. For one call of `enqueue`, not for a task.
     """
 
     durable: bool | None
@@ -482,6 +484,7 @@ class Options(TypedDict, total=False):
     result_ttl: float | timedelta | None
     failure_ttl: float | timedelta | None
     on_lost: OnLost | None
+    tx: sqlite3.Connection | aiosqlite.Connection | None
 
 
 # ── 4. Vocabulary: counts ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -1041,6 +1044,13 @@ def choice(value: object, name: str, *allowed: object) -> Any:
     return value
 
 
+def connection(value: object, name: str) -> Any:
+    for module in ("sqlite3", "aiosqlite"):  # whoever has such a connection has imported its module
+        if module in sys.modules and isinstance(value, sys.modules[module].Connection):
+            return value
+    raise TypeError(f"{name} is {value!r}: give a sqlite3.Connection or an aiosqlite.Connection")
+
+
 def expiry(value: object, name: str) -> float | datetime:
     if isinstance(value, datetime):
         as_moment(value, name)
@@ -1062,6 +1072,7 @@ CHECKS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "result_ttl": lambda value: duration(value, "result_ttl", infinite=True),
     "failure_ttl": lambda value: duration(value, "failure_ttl", infinite=True),
     "on_lost": lambda value: choice(value, "on_lost", "retry", "dead"),
+    "tx": lambda value: connection(value, "tx"),
 }
 
 
@@ -1079,7 +1090,18 @@ def check_options(options: Mapping[str, Any], where: str, *others: str) -> dict[
                 raise type(error)(f"{where}: {error}") from None
     if "delay" in checked and "run_at" in checked:
         raise ValueError(f"{where}: delay and run_at both say when to start: give one of them")
+    return imply_durable(checked, where) if "tx" in checked else checked
+
+
+def imply_durable(checked: dict[str, Any], where: str) -> dict[str, Any]:
+    if not checked.setdefault("durable", True):
+        raise ValueError(f"{where}: durable is False and tx writes the job to the database: leave one of them out")
     return checked
+
+
+def refuse_tx(options: Mapping[str, Any], where: str) -> None:
+    if "tx" in options:
+        raise TypeError(f"{where}: tx belongs to one call: write task.options(tx=…).enqueue(…) or enqueue(task, …, tx=…)")
 
 
 STORED_OPTIONS: Final = ("timeout", "result_ttl", "failure_ttl", "on_lost")  # and `retry`, which is encoded in its parts
@@ -2500,7 +2522,7 @@ def store_error(error: BaseException, path: str) -> BaseException:
     if is_busy(error):
         return StoreBusy(
             f"{path} stayed locked for longer than tinyq waits: another connection keeps a write transaction open; "
-            "if it is your own, commit before you enqueue"
+            "if it is your own, commit before you enqueue, or pass it as tx=…"
         )
     name = getattr(error, "sqlite_errorname", "") or type(error).__name__
     hint = {
@@ -2531,6 +2553,130 @@ async def joined(threads: Sequence[threading.Thread], busy: int = 0) -> None:
         if sum(thread.is_alive() for thread in threads) <= busy:
             break
         await asyncio.sleep(0.001)
+
+
+class Plain:
+    """The caller's connection as the statements of a store see it: rows are tuples, whatever row factory he has set."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        import sqlite3
+
+        self._db = db
+        self._cursor = functools.partial(sqlite3.Cursor, db)
+
+    def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
+        return self._cursor().execute(sql, parameters)
+
+    def executemany(self, sql: str, parameters: Any, /) -> sqlite3.Cursor:
+        return self._cursor().executemany(sql, parameters)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._db, name)
+
+
+class Errand(Sequence[Any]):
+    """A statement's one parameter. To bind it, sqlite3 asks for it in the connection's own thread, and there the call is made."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self.answer: Any = None
+        self.error: BaseException | None = None
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            self.answer = self._call()
+        except BaseException as error:  # sqlite3 would make another one of some
+            self.error = error
+
+
+async def in_its_thread(tx: aiosqlite.Connection, call: Callable[[sqlite3.Connection], T]) -> T:
+    """Do something with the connection behind another one's aiosqlite connection."""
+    try:
+        cursor = await tx.cursor()
+    except ValueError as error:
+        raise ValueError(f"tx is {tx!r}, which is not open: {error}; enqueue before you close it") from None
+    errand = Errand(lambda: call(cursor.connection))
+    await cursor.execute("SELECT ? WHERE 0", errand)
+    if errand.error is not None:
+        raise errand.error
+    return cast(T, errand.answer)
+
+
+def require_same_file(db: sqlite3.Connection, path: str, identity: tuple[int, int] | None) -> None:
+    if file_identity(path) != identity:
+        raise StoreError(f"{path} was deleted or replaced while it was open: put it back, or restart to make a new one")
+    [main] = [file for _, name, file in db.execute("PRAGMA database_list") if name == "main"]
+    if not main or file_identity(main) != identity:
+        raise ValueError(
+            f"tx is a connection to {main or 'a database in memory'}, and the jobs are in {path}: give a connection to "
+            "that file, or leave tx out and enqueue after your commit"
+        )
+
+
+def may_begin(db: sqlite3.Connection) -> bool:
+    """Whether Python's module would itself begin a transaction before a write."""
+    return getattr(db, "autocommit", -1) == -1 and db.isolation_level is not None  # -1: LEGACY_TRANSACTION_CONTROL
+
+
+def insert_within(
+    tx: sqlite3.Connection, path: str, identity: tuple[int, int] | None, namespace: str, rows: Sequence[JobRow], now: int
+) -> list[Inserted]:
+    """Insert all rows or none through the caller's connection, and leave its transaction open."""
+    text_factory, tx.text_factory = tx.text_factory, str
+    db = cast("sqlite3.Connection", Plain(tx))
+    try:
+        require_same_file(db, path, identity)
+        return insert_in_savepoint(tx, db, namespace, rows, now)
+    finally:
+        tx.text_factory = text_factory
+
+
+def insert_in_savepoint(
+    tx: sqlite3.Connection, db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow], now: int
+) -> list[Inserted]:
+    begun = not tx.in_transaction
+    if begun and not may_begin(tx):
+        raise ValueError("tx has no open transaction, so the job could not depend on your commit: execute BEGIN on it first")
+    try:
+        if begun:  # at once for writing: one that reads first is refused if somebody wrote between its read and its write
+            db.execute("BEGIN EXCLUSIVE" if tx.isolation_level == "EXCLUSIVE" else "BEGIN IMMEDIATE")
+        db.execute("SAVEPOINT tinyq")
+        inserted = insert_rows(db, namespace, rows, now)
+        db.execute("RELEASE tinyq")
+        return inserted
+    except BaseException:
+        if tx.in_transaction and begun:
+            db.execute("ROLLBACK")
+        elif tx.in_transaction:
+            with contextlib.suppress(Exception):  # the savepoint was not even set
+                db.execute("ROLLBACK TO tinyq")
+                db.execute("RELEASE tinyq")
+        raise
+
+
+def tx_error(error: Exception, path: str) -> Exception:
+    """What a caller sees of an error of the driver on his own connection."""
+    if type(error).__name__ == "ProgrammingError":
+        thread = "thread" in str(error)
+        way = "make it in the event loop's thread, or with check_same_thread=False" if thread else "enqueue before you close it"
+        return ValueError(f"tx cannot be used: {error} Way out: {way}")
+    if getattr(error, "sqlite_errorcode", 0) == 517:  # SQLITE_BUSY_SNAPSHOT
+        return StoreBusy(
+            f"{path}: your transaction began by reading, and somebody has written since, so it cannot write any more: roll back, "
+            "and start with BEGIN IMMEDIATE"
+        )
+    if is_busy(error):
+        return StoreBusy(f"{path} stayed locked for longer than your connection waits (the timeout of connect()): try again")
+    if "no such table: tinyq" in str(error):
+        return StoreError(
+            f"{path}: your transaction does not see tinyq's tables: it began before they were made, or somebody has "
+            "dropped them; begin a new one"
+        )
+    hint = ": your connection may only read" if "readonly" in str(error) else ""
+    return StoreError(f"{path}, through your connection: {error}{hint}; the job was not stored")
 
 
 class SQLiteStore:
@@ -2640,6 +2786,20 @@ class SQLiteStore:
             then(None)
         [answer] = await self._submit(None, rows=[row], now=now, then=then)
         return cast(Inserted, answer)
+
+    async def insert_within(self, tx: Any, rows: Sequence[JobRow], now: int) -> Sequence[Inserted]:
+        """Insert in the caller's transaction: in this thread on a sqlite3 connection, in its own on an aiosqlite one."""
+        if self._writer is None:
+            raise StoreError(f"{self.path} is closed")
+        import sqlite3
+
+        def insert(db: sqlite3.Connection) -> list[Inserted]:
+            return insert_within(db, self.path, self._identity, self._namespace, rows, now)
+
+        try:
+            return insert(tx) if isinstance(tx, sqlite3.Connection) else await in_its_thread(tx, insert)
+        except sqlite3.Error as error:
+            raise tx_error(error, self.path) from error
 
     def hurry(self, seconds: float) -> None:
         """From now on nothing waits longer than this for the write lock, what waits already included."""
@@ -3784,6 +3944,7 @@ class Intake:
         self._room: deque[asyncio.Event] = deque()
         self._awaited: set[JobRow] = set()
         self._moving: dict[bytes, asyncio.Task[list[JobRow]]] = {}  # promotions under way
+        self._within: weakref.WeakSet[JobRow] = weakref.WeakSet()  # enqueued with tx, and perhaps never committed
 
     def settings(self, handler: Handler | None) -> Settings:
         """The options of a call that sets none of its own."""
@@ -3888,6 +4049,13 @@ class Intake:
             return False
         self.crew.live[answer.row.id] = answer.row
         return True
+
+    async def insert_within(self, tx: Any, rows: Sequence[JobRow]) -> Sequence[Inserted]:
+        """Store rows in the caller's own transaction. He may roll it back: what is known here of other jobs stays as it is."""
+        self.require_durable()
+        answers = await cast(SQLiteStore, self.durable_store).insert_within(tx, rows, self.clock.time())
+        self._within.update(rows)
+        return [answer._replace(row=self.crew.live.setdefault(answer.row.id, answer.row)) for answer in answers]
 
     def require_durable(self) -> Tier:
         if self.durable is not None:
@@ -4105,6 +4273,11 @@ class Inquiries(Intake):
         if row.id in self.crew.running or row.finished is not None:
             return
         if not found:
+            if row in self._within:
+                raise NoResult(
+                    f"job {id_text(row.id)} is not in the database: its transaction was not committed (yet), or it has ended and "
+                    "its result was not kept; ask after the commit, or set result_ttl"
+                )
             raise NoResult(
                 f"job {id_text(row.id)} has ended and its result was not kept: set result_ttl to read it from anywhere"
             )
@@ -4706,7 +4879,7 @@ class Task(Generic[P, C_co, R_co]):
     async def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> Job[R_co]:
         """Enqueue a call with the task's own options; all arguments go to the handler. Raises as `TinyQ.enqueue`."""
         begun = self._q._begin(self._handler, self._handler.name, args, kwargs, {})
-        return begun if isinstance(begun, Job) else await self._q._insert(begun)
+        return begun if isinstance(begun, Job) else await self._q._insert(begun, None)
 
     def options(self, **options: Unpack[Options]) -> Call[P, R_co]:
         """The task with other options: `await send.options(delay=60).enqueue(…)`."""
@@ -4731,7 +4904,7 @@ class Call(Generic[P, R_co]):
     async def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> Job[R_co]:
         """Enqueue a call; all arguments go to the handler."""
         begun = self._q._begin(self._handler, self._handler.name, args, kwargs, self._options)
-        return begun if isinstance(begun, Job) else await self._q._insert(begun)
+        return begun if isinstance(begun, Job) else await self._q._insert(begun, self._options.get("tx"))
 
 
 class Decorator(Protocol):
@@ -4801,6 +4974,7 @@ class TinyQ:
         checked = check_options(options, f"task {name!r}" if name else "task()", "name", "replace", "promote")
         choice(promote, "promote", None, True, False, "interrupted")
         flag(replace, "replace")
+        refuse_tx(checked, "task()")
 
         def register(function: Callable[..., Any]) -> Task[..., Any, Any]:
             return self._register(function, name, replace, promote, checked)
@@ -4855,6 +5029,7 @@ class TinyQ:
         choice(promote, "promote", None, True, False, "interrupted")
         flag(immediate, "immediate")
         flag(per_process, "per_process")
+        refuse_tx(checked, "every()")
 
         def register(function: Callable[..., Any]) -> Task[..., Any, Any]:
             task = self._scheduled_task(function, name, promote, checked)
@@ -4912,11 +5087,12 @@ class TinyQ:
         """Enqueue a call of a task (or, best-effort, of any callable; or, durable, of a task by its name).
 
         Keywords that are names of options (see `Options`) are options, all others go to the handler. When this returns, a
-        durable job is committed. Raises before anything is stored: TypeError for arguments the handler does not take or an
-        unknown option, PayloadError, PayloadTooLarge, QueueFull, KeyConflict, NotStarted, ShuttingDown, StoreError.
+        durable job is committed; with `tx`, when you commit. Raises before anything is stored: TypeError for arguments the
+        handler does not take or an unknown option, PayloadError, PayloadTooLarge, QueueFull, KeyConflict, NotStarted,
+        ShuttingDown, StoreError; ValueError for a `tx` that is closed, has no transaction, or is of another file or thread.
         """
         options = {name: kwargs.pop(name) for name in list(kwargs) if name in CHECKS} if kwargs else {}
-        handler, name = self._find(fn, bool(options.get("durable")))
+        handler, name = self._find(fn, bool(options.get("durable")) or options.get("tx") is not None)
         if options and handler is not None and handler.signature is not None:
             for option in options:
                 if option in handler.signature.parameters:
@@ -4925,7 +5101,7 @@ class TinyQ:
                         f"write task.options({option}=…).enqueue(…) for the option, task.enqueue({option}=…) for the parameter"
                     )
         begun = self._begin(handler, name, args, kwargs, check_options(options, f"enqueue({name})") if options else {})
-        return begun if isinstance(begun, Job) else await self._insert(begun)
+        return begun if isinstance(begun, Job) else await self._insert(begun, options.get("tx"))
 
     def _find(self, fn: Any, durable: bool) -> tuple[Handler | None, str]:
         """The handler behind what was handed to enqueue; None for the name of a task that only other processes know."""
@@ -4961,12 +5137,14 @@ class TinyQ:
     ) -> Job[Any] | JobRow:
         """The job, if it could start at once; else the row that is to be inserted."""
         engine = self._running()
+        if "tx" in options:
+            options = {option: value for option, value in options.items() if option != "tx"}
         row = self._make_row(engine, handler, name, args, kwargs, options)
         return Job(engine, row, True) if engine.start_at_once(row) else row
 
-    async def _insert(self, row: JobRow) -> Job[Any]:
+    async def _insert(self, row: JobRow, tx: Any) -> Job[Any]:
         engine = self._running()
-        [answer] = await engine.insert([row])
+        [answer] = await (engine.insert([row]) if tx is None else engine.insert_within(tx, [row]))
         return Job(engine, answer.row, answer.verdict in ("created", "started"))
 
     def _make_row(
@@ -5001,6 +5179,7 @@ class TinyQ:
         """
         engine = self._running()
         checked = check_options(options, "enqueue_many()")
+        tx = checked.pop("tx", None)
         rows = []
         for i, item in enumerate(items):
             if not isinstance(item, tuple) or len(item) not in (2, 3) or not isinstance(item[1], (tuple, list)):
@@ -5012,7 +5191,7 @@ class TinyQ:
             rows.append(self._make_row(engine, handler, name, tuple(args), dict(kwargs), checked))
         if len({row.durable for row in rows}) > 1:
             raise ValueError("some of these tasks are durable and some are not: pass durable=True or durable=False")
-        answers = await engine.insert(rows) if rows else ()
+        answers = await (engine.insert(rows) if tx is None else engine.insert_within(tx, rows)) if rows else ()
         return [Job(engine, answer.row, answer.verdict in ("created", "started")) for answer in answers]
 
     def spawn(

@@ -177,6 +177,9 @@ async def a_function_is_enqueued_with_wrong_options() -> None:
     await tinyq.enqueue(send, "7", timeout="5")  # error
     await tinyq.enqueue(send, "7", result_ttl="1d")  # error
     await tinyq.enqueue(send, "7", failure_ttl=moment)  # error
+    await tinyq.enqueue(send, "7", tx="jobs.db")  # error
+    await tinyq.enqueue(send, "7", tx=True)  # error
+    send.options(tx=q)  # error
     await tinyq.enqueue(send, "7", name="other")  # error
     await q.enqueue(own, "7", durabel=True)  # error
     await q.enqueue(own, "7", delay="5")  # error

@@ -4,6 +4,7 @@
 import asyncio
 import functools
 import math
+import sqlite3
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Never, Unpack, assert_type
 
+import aiosqlite
 from clock import FakeClock
 from fastapi import BackgroundTasks, Depends, FastAPI
 from starlette.applications import Starlette
@@ -178,6 +180,14 @@ async def enqueue_many_takes_tasks_names_and_callables() -> None:
     assert_type(jobs, list[tinyq.Job[Any]])
     await q.enqueue_many(((own, (order,)) for order in "789"), durable=True, queue="emails")
     await q.enqueue_many([])
+
+
+async def in_ones_own_transaction(plain: sqlite3.Connection, through_a_thread: aiosqlite.Connection) -> None:
+    assert_type(await tinyq.enqueue(send, "7", tx=plain), tinyq.Job[int])
+    assert_type(await send.options(tx=through_a_thread).enqueue("7", copies=2), tinyq.Job[int])
+    assert_type(await q.enqueue("by.name", 7, tx=through_a_thread), tinyq.Job[Any])
+    await q.enqueue_many([(own, ("7",))], tx=plain)
+    await q.enqueue_many([(own, ("7",))], tx=None)
 
 
 # What is no task: best-effort jobs of any callable
