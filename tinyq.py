@@ -429,7 +429,10 @@ def dice() -> random.Random:
     """Made when first used: importing random takes a millisecond."""
     import random
 
-    return random.Random()
+    rng = random.Random()
+    if hasattr(os, "register_at_fork"):  # Windows has no fork
+        os.register_at_fork(after_in_child=rng.seed)
+    return rng
 
 
 ONE_START: Final = Retry(max_attempts=1)
@@ -2364,18 +2367,78 @@ class Hop:
         return [self.answer]
 
 
+# Every open connection of a store, and in a forked child what it inherited besides. Closing, or merely freeing, a connection in a
+# child would undo what its parent is writing at that moment. Nothing in here is ever freed: see `connection_class`.
+_open: Final[list[Any]] = []
+_opening: Final = threading.Lock()
+
+
 @functools.cache
 def connection_class() -> type[sqlite3.Connection]:
     import sqlite3
 
+    guard_forks()
+
     class Connection(sqlite3.Connection):
+        def __init__(self, path: str, *args: Any, **options: Any) -> None:
+            self.path = path
+            self.busy = threading.Lock()  # held while something is done with it
+            with _opening:
+                super().__init__(path, *args, **options)
+                _open.append(self)
+                # The database refers to the list and the list to the database, in C where no collector looks, not even that of an
+                # interpreter which ends: only `close` frees a connection.
+                self.create_function("tinyq_open", 0, _open.__len__)
+
+        def close(self) -> None:
+            super().close()
+            with contextlib.suppress(ValueError):  # closed before
+                _open.remove(self)
+
         def execute(self, sql: str, parameters: Any = (), /) -> Any:
             if isinstance(parameters, Hop):
-                parameters.answer = parameters.call(self)
+                with self.busy:
+                    parameters.answer = parameters.call(self)
                 return parameters
             return super().execute(sql, parameters)
 
     return Connection
+
+
+def guard_forks() -> None:
+    """A fork waits until no connection of ours is in the middle of something, and so inherits no transaction and no mutex."""
+    held: list[threading.Lock] = []
+
+    def wait() -> None:
+        _opening.acquire()
+        for connection in _open:
+            if hasattr(connection, "busy"):
+                connection.busy.acquire()
+                held.append(connection.busy)
+
+    def go_on() -> None:
+        while held:
+            held.pop().release()
+        _opening.release()
+
+    def go_on_in_child() -> None:
+        for path in {connection.path for connection in _open if hasattr(connection, "path")}:
+            take_over_locks(path)
+        go_on()
+
+    if hasattr(os, "register_at_fork"):  # Windows has no fork
+        os.register_at_fork(before=wait, after_in_parent=go_on, after_in_child=go_on_in_child)
+
+
+def take_over_locks(path: str) -> None:
+    """In a forked child SQLite takes its parent's locks for its own, and would open the same file without locking it; but the
+    system lets no child inherit them. They are: a shared lock on the file, and one on the shared memory."""
+    import fcntl
+
+    for name, offset, length in (path, 0x4000_0002, 510), (f"{path}-shm", 128, 1):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(name, os.O_RDWR)  # never closed: that would release every lock of this process on the file
+            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, length, offset)
 
 
 def is_busy(error: BaseException) -> bool:
@@ -2800,6 +2863,12 @@ class SQLiteStore:
             return insert(tx) if isinstance(tx, sqlite3.Connection) else await in_its_thread(tx, insert)
         except sqlite3.Error as error:
             raise tx_error(error, self.path) from error
+
+    def disown(self) -> None:
+        """In a forked child: nothing goes through the parent's connections, and they are never closed."""
+        _open.extend((self._writer, self._reader, self._flushing, self._waiting))
+        self._writer = self._reader = self._flushing = None
+        self._waiting = []
 
     def hurry(self, seconds: float) -> None:
         """From now on nothing waits longer than this for the write lock, what waits already included."""
@@ -3926,6 +3995,8 @@ class Intake:
         self.clock = config.clock
         self.worker = f"{config.worker_name or socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
         self.phase: Literal["running", "stopping", "stopped"] = "running"
+        self.process = os.getpid()
+        self.inherited = False  # this is a forked child of that process
         self.handlers = handlers
         self.memory_store = MemoryStore()
         self.memory_tasks: dict[str, bool] = {}
@@ -4114,6 +4185,22 @@ class Intake:
         if self.phase != "running" and not (self.phase == "stopping" and (_spawned.get() or _current.get(None) is not None)):
             raise ShuttingDown(f"tinyq is {self.phase}: nothing was stored; enqueue before the lifespan ends")
 
+    def disown(self) -> None:
+        """In a forked child: neither use nor free anything of this engine, whose threads are not here."""
+        self.inherited, self.phase = True, "stopped"
+        for job in self.crew.running.values():
+            job.why = "abandoned"
+        if self.durable_store is not None:
+            self.durable_store.disown()
+        _open.append(self)
+
+    def refuse_fork(self) -> None:
+        if self.inherited:
+            raise NotStarted(
+                f"tinyq was started in process {self.process}, and this is process {os.getpid()}, a fork of it, which must not "
+                "use its database connections and loops: start a TinyQ here, in an event loop of its own"
+            )
+
     def spawn(self, coro: Coroutine[Any, Any, T], name: str | None, context: contextvars.Context | None) -> asyncio.Task[T]:
         self.require_running()
         if len(self.spawned) >= self.config.max_pending:
@@ -4245,6 +4332,7 @@ class Inquiries(Intake):
 
     async def wait_for_end(self, row: JobRow) -> None:
         """Returns when the job has ended; NoResult when this process is not going to see that."""
+        self.refuse_fork()
         while row.finished is None:
             if self.phase == "stopped":
                 raise NoResult(f"job {id_text(row.id)} was {row.state} when tinyq stopped here")
@@ -4290,6 +4378,7 @@ class Inquiries(Intake):
             )
 
     async def cancel(self, row: JobRow) -> bool:
+        self.refuse_fork()
         await self.promotion_of(row)
         while row.finished is None and self.phase != "stopped":
             job = self.crew.running.get(row.id)
@@ -4419,6 +4508,7 @@ class Inquiries(Intake):
 
     async def promotion_of(self, row: JobRow) -> None:
         """Wait for it, if there is one under way."""
+        self.refuse_fork()
         if row.id in self._moving:
             await asyncio.wait({self._moving[row.id]})
 
@@ -4938,6 +5028,7 @@ class TinyQ:
         self._schedules: list[Schedule] = []
         self._dead_hooks: list[Handler] = []
         self._engine: Engine | None = None
+        self._inherited: Engine | None = None  # in a forked child: that of the parent
         self._starting = False
         self._was_stopped = False
         self._strangers: set[str] = set()  # names of tasks of other processes
@@ -5213,6 +5304,8 @@ class TinyQ:
         if self._engine is not None:
             self._engine.require_running()
             return self._engine
+        if self._inherited is not None:
+            self._inherited.refuse_fork()
         if self._was_stopped:
             raise ShuttingDown("tinyq has stopped: nothing was stored; enqueue before the lifespan ends, or start it again")
         raise NotStarted(
@@ -5245,7 +5338,9 @@ class TinyQ:
             raise
         finally:
             self._starting = False
-        self._engine, self._reconfigurable = engine, False
+        self._engine, self._inherited, self._reconfigurable = engine, None, False
+        watch_for_forks()
+        _started.add(self)
 
     async def stop(self, grace: float | timedelta | None = None) -> None:
         """Stop claiming and firing at once, let what runs go on for `grace` seconds, then cancel it; keep what can be kept.
@@ -5254,6 +5349,8 @@ class TinyQ:
         """
         engine = self._engine
         if engine is None:
+            if self._inherited is not None:
+                self._inherited.refuse_fork()
             return
         try:
             await engine.stop(engine.config.grace if grace is None else duration(grace, "grace", infinite=True))
@@ -5275,7 +5372,14 @@ class TinyQ:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.stop()
+        if self._inherited is None:  # a forked child that leaves the block leaves its parent's engine alone
+            await self.stop()
+
+    def _disown(self) -> None:
+        self._starting = False
+        if self._engine is not None:
+            self._engine.disown()
+            self._inherited, self._engine, self._reconfigurable = self._engine, None, True
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: object = None) -> AsyncIterator[dict[str, TinyQ]]:
@@ -5372,6 +5476,20 @@ def one_way(verb: str, ids: Sequence[str], task: object, all: object) -> None:
         )
 
 
+_started: Final[weakref.WeakSet[TinyQ]] = weakref.WeakSet()
+
+
+@functools.cache
+def watch_for_forks() -> None:
+    if hasattr(os, "register_at_fork"):  # Windows has no fork
+        os.register_at_fork(after_in_child=disown_all)
+
+
+def disown_all() -> None:
+    for q in list(_started):
+        q._disown()
+
+
 def refuse_path(app: object) -> None:
     if isinstance(app, (str, os.PathLike)):
         raise TypeError(f"lifespan() takes the application first, and not {app!r}: write lifespan(db=…)")
@@ -5379,7 +5497,7 @@ def refuse_path(app: object) -> None:
 
 def warn_if_never_started(q: weakref.ref[TinyQ]) -> None:
     found = q()
-    if found is not None and found._engine is None and not found._was_stopped and found._schedules:
+    if found is not None and found._engine is found._inherited is None and not found._was_stopped and found._schedules:
         n = len(found._schedules)
         log.warning("%d schedule%s registered, and tinyq was never started: nothing ran", n, "" if n == 1 else "s")
 
