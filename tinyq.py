@@ -2329,6 +2329,8 @@ def prune_rows(db: sqlite3.Connection, now: int, limit: int) -> int:
 PATIENCE: Final = 10.0  # seconds that a caller waits for the write lock
 CLAIM_PATIENCE: Final = 0.05  # a claim holds free slots back while it waits, and can come again
 GROUP: Final = 1_000  # operations in one unit at most
+LOG_PAGES: Final = 1_000  # of the write-ahead log that are written back at a time
+LOG_BYTES: Final = 16 * 2**20  # a longer log is cut as soon as no reader needs it
 
 
 class Op:
@@ -2540,6 +2542,53 @@ def answer_by_look(db: sqlite3.Connection, op: Op) -> bool:
     return op.finished
 
 
+class LogFile:
+    """The write-ahead log, which the owner writes back into the database between units: inside a COMMIT, where SQLite does it by
+    itself, callers would wait for it. It is cut when it has become long."""
+
+    def __init__(self, path: str) -> None:
+        self._path = f"{path}-wal"
+        self._units = 0  # since the last time
+        self._enough = 100  # units that fill LOG_PAGES, as far as is known
+        self._frames = 0  # in the log after the last time
+        self._next_size = LOG_BYTES
+        self._failed = False
+
+    def due(self) -> bool:
+        """Asked once after each unit, in the owner's thread."""
+        self._units += 1
+        return self._units >= self._enough or self._size() >= self._next_size
+
+    def _size(self) -> int:
+        try:
+            return os.stat(self._path).st_size
+        except OSError:
+            return 0
+
+    def write_back(self, db: sqlite3.Connection) -> None:
+        """What a reader still needs stays in the log until the next time. Only to cut it are readers waited for, a moment: else
+        some that overlap would keep it growing for ever. (Again and again, since each try sees how far the readers are by then;
+        SQLite's own waiting looks once, and starves.)"""
+        cut, deadline = self._size() > LOG_BYTES, time.monotonic() + 0.05
+        try:
+            busy, frames, _ = db.execute(f"PRAGMA wal_checkpoint({'TRUNCATE' if cut else 'PASSIVE'})").fetchone()
+            while cut and busy and time.monotonic() < deadline:
+                time.sleep(0.002)
+                busy, frames, _ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        except Exception as error:
+            frames = -1
+            if not self._failed and not is_busy(error):
+                self._failed = True
+                log.warning("%s cannot be written back into the database, and grows: %s", self._path, error_text(error))
+        else:
+            self._failed = False
+        if frames > 0:
+            written = frames - self._frames if frames > self._frames else frames  # since it began anew, in the latter case
+            self._enough = min(10_000, max(1, self._units * LOG_PAGES // written))
+        self._units, self._frames = 0, max(frames, 0)
+        self._next_size = max(LOG_BYTES, self._size() + LOG_BYTES // 4)
+
+
 def prepare(db: sqlite3.Connection, path: str, synchronous: str) -> dict[str, Any]:
     """Set the pragmas, verify them, bring the schema forward. Answers what is worth logging."""
     import sqlite3
@@ -2553,6 +2602,7 @@ def prepare(db: sqlite3.Connection, path: str, synchronous: str) -> dict[str, An
             f"{path} stays in journal mode {mode!r}: tinyq needs WAL, and so a local disk that can map shared memory"
         )
     patiently(lambda: db.execute(f"PRAGMA synchronous = {synchronous}"), deadline)
+    patiently(lambda: db.execute("PRAGMA wal_autocheckpoint = 0"), deadline)  # see LogFile
     if patiently(lambda: schema_version(db, path), deadline) < len(MIGRATIONS):
         patiently(lambda: db.execute("BEGIN IMMEDIATE"), deadline)
         try:
@@ -2608,6 +2658,33 @@ def file_identity(path: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
+
+
+MOUNTS = "/proc/self/mounts"  # Linux only
+UNFIT: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "gpfs", "beegfs", "fuse.sshfs"),
+        "a network file system, on which SQLite's locks and its shared memory cannot be relied upon: use a local disk",
+    ),
+    "overlay": "a container's own layer, which is gone with the container: use a volume",
+    **dict.fromkeys(("tmpfs", "ramfs"), "memory, which is gone with the machine's next start: use a disk"),
+}
+
+
+def warn_if_unfit(path: str) -> None:
+    """Say so if the file lies where it is not safe, as far as the system tells."""
+    try:
+        with open(MOUNTS, encoding="utf-8", errors="surrogateescape") as mounts:
+            fields = [line.split(" ") for line in mounts]
+    except OSError:
+        return
+    real, best, kind = os.path.realpath(path), "", ""
+    for _, point, found, *_ in fields:
+        point = point.replace("\\040", " ").rstrip("/")
+        if len(point) >= len(best) and real.startswith(f"{point}/"):  # of two on one point the later one covers the other
+            best, kind = point, found
+    if kind in UNFIT:
+        log.warning("%s is on %s (%s), %s", path, kind, best or "/", UNFIT[kind])
 
 
 async def joined(threads: Sequence[threading.Thread], busy: int = 0) -> None:
@@ -2753,6 +2830,8 @@ class SQLiteStore:
         self._writer: aiosqlite.Connection | None = None
         self._reader: aiosqlite.Connection | None = None
         self._identity: tuple[int, int] | None = None
+        self._log = LogFile(self.path)
+        self._log_due = False
         self._threads: list[threading.Thread] = []
         self._waiting: list[Op] = []
         self._latest = math.inf
@@ -2768,6 +2847,7 @@ class SQLiteStore:
             self._writer = await self._connect(aiosqlite.connect(self.path, **options))
             self.facts = await self._hop(self._writer, lambda db: prepare(db, self.path, self._synchronous))
             self._identity = await self._hop(self._writer, lambda db: file_identity(self.path))
+            await self._hop(self._writer, lambda db: warn_if_unfit(self.path))
             self._reader = await self._connect(aiosqlite.connect(self.path, **options))
             await self._hop(self._reader, lambda db: db.execute("PRAGMA query_only = ON"))
         except BaseException as error:
@@ -2935,6 +3015,8 @@ class SQLiteStore:
                 self._answer(left)
                 await self._hop(writer, functools.partial(self._run_unit, ops=ops))
                 self._answer(ops)
+                if self._log_due:
+                    await self._hop(writer, self._log.write_back)
         except BaseException as error:
             self._answer(ops + self._waiting, error)
             self._waiting = []
@@ -2947,6 +3029,7 @@ class SQLiteStore:
         if file_identity(self.path) != self._identity:  # what is written to a deleted file is gone with the process
             raise StoreError(f"{self.path} was deleted or replaced while it was open: put it back, or restart to make a new one")
         run_unit(db, self._namespace, ops)
+        self._log_due = self._log.due()
 
     def _answer(self, ops: Sequence[Op], failure: BaseException | None = None) -> None:
         again = []
