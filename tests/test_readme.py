@@ -104,6 +104,24 @@ from fastapi.testclient import TestClient
 with TestClient(app) as client:
     assert len(client.post("/login/ann").json()["job"]) == 36
 """,
+    "async def place_order": """
+import sqlite3
+async def drive():
+    async with tinyq.lifespan():
+        try:
+            await place_order(8, fails=True)
+        except RuntimeError:
+            pass
+        await place_order(9)
+        await tinyq.drain()
+asyncio.run(drive())
+assert sqlite3.connect("shop.db").execute("SELECT id FROM orders").fetchall() == [(7,), (9,)]
+assert sqlite3.connect("shop.db").execute("SELECT count(*) FROM tinyq_jobs").fetchone() == (0,)
+""",
+    "os.fork()": """
+import sqlite3
+assert sqlite3.connect("jobs.db").execute("SELECT count(*) FROM tinyq_jobs").fetchone() == (0,)
+""",
     "shop.tasks.send_receipt": """
 import sqlite3
 assert sqlite3.connect("jobs.db").execute("SELECT task, state, payload FROM tinyq_jobs").fetchall() == [
