@@ -2372,7 +2372,7 @@ class Hop:
 # Every open connection of a store, and in a forked child what it inherited besides. Closing, or merely freeing, a connection in a
 # child would undo what its parent is writing at that moment. Nothing in here is ever freed: see `connection_class`.
 _open: Final[list[Any]] = []
-_opening: Final = threading.Lock()
+_opening: Final = threading.Lock()  # held while one is opened or closed
 
 
 @functools.cache
@@ -2393,9 +2393,10 @@ def connection_class() -> type[sqlite3.Connection]:
                 self.create_function("tinyq_open", 0, _open.__len__)
 
         def close(self) -> None:
-            super().close()
-            with contextlib.suppress(ValueError):  # closed before
-                _open.remove(self)
+            with _opening:
+                super().close()
+                if self in _open:
+                    _open.remove(self)
 
         def execute(self, sql: str, parameters: Any = (), /) -> Any:
             if isinstance(parameters, Hop):
@@ -2439,7 +2440,7 @@ def take_over_locks(path: str) -> None:
 
     for name, offset, length in (path, 0x4000_0002, 510), (f"{path}-shm", 128, 1):
         with contextlib.suppress(OSError):
-            descriptor = os.open(name, os.O_RDWR)  # never closed: that would release every lock of this process on the file
+            descriptor = os.open(name, os.O_RDONLY)  # never closed: that would release every lock of this process on the file
             fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, length, offset)
 
 
