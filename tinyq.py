@@ -3741,7 +3741,7 @@ class Crew:
         older; else the row itself. `again`: the job had ended and was requeued."""
         row = self.live.setdefault(fresh.id, fresh)
         ended = row.finished is not None and fresh.finished is None and fresh.claim_no == row.claim_no
-        older = fresh.claim_no < row.claim_no or (ended and not again)
+        older = fresh.claim_no < row.claim_no or (ended and not (again and fresh.state is State.PENDING))
         if row is not fresh and row.id not in self.running and not older:
             for name in COLUMNS:
                 setattr(row, name, getattr(fresh, name))

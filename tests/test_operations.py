@@ -167,6 +167,14 @@ async def test_a_job_that_was_listed_runs_with_its_arguments_when_it_is_requeued
     assert ran == [7]
 
 
+async def test_a_requeued_job_that_ended_while_it_was_read_back_stays_ended(open_file: Open, clock: FakeClock) -> None:
+    q = await open_file()
+    job = await died(await q.task(name="breaks", retry=False, durable=True)(breaks).enqueue(), clock)
+    read_while_it_ran = job._row.but(state=State.RUNNING, finished=None)
+    q._running().crew.known(read_while_it_ran, again=True)
+    assert job.status is State.DEAD
+
+
 # Dead jobs: requeue and purge
 
 
