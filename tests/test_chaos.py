@@ -138,6 +138,17 @@ def test_the_checks_find_nothing_in_a_run_in_which_all_went_well() -> None:
     assert chaos.broken(GOOD) == {}
 
 
+def test_a_job_that_goes_from_worker_to_worker_within_milliseconds_is_nothing_to_find() -> None:
+    events, starts = [], []
+    for claim in range(1, 40):
+        at, by = claim * 4_000, f"w{claim % 2}"
+        events.append(event(at, "pending", "running", claim, by=by))
+        starts.append(Start(by, at + 1_000, A, "sleeps", 1))
+        events.append(event(at + 2_000, "running", "pending", claim, by=by, old_lease=at + LEASE))
+    found = GOOD._replace(events=events, starts=starts, rows={**GOOD.rows, A: GOOD.rows[A]._replace(snoozes=40)})
+    assert chaos.broken(found) == {}
+
+
 @pytest.mark.parametrize("case", DOCTORED)
 def test_the_checks_find_what_went_wrong_and_name_it(case: str) -> None:
     evidence, names = DOCTORED[case]
