@@ -4,8 +4,8 @@
 
 For each kind of row two files are made, one with a thousand and one with a million of them, each with 20 jobs more that a claim
 takes. The claims go through `SQLiteStore.claim`; between two of them the rows are put back. The files take turns, so that
-whatever else the machine does meets both. Prints five ratios of medians; exits 1 if one is above 1.5. Takes about two minutes
-and a gigabyte in FOLDER (default: the temporary one).
+whatever else the machine does meets both. Prints five ratios of medians; exits 1 if one is above 1.5. Takes about four minutes
+and half a gigabyte in FOLDER (default: the temporary one).
 """
 
 import argparse

@@ -117,6 +117,12 @@ class Start(NamedTuple):
     attempt: int
 
 
+class End(NamedTuple):
+    by: str
+    at: int
+    id: str
+
+
 class Row(NamedTuple):
     task: str
     state: str
@@ -129,7 +135,7 @@ class Row(NamedTuple):
 class Evidence(NamedTuple):
     acknowledged: Mapping[str, str]  # id: task
     starts: list[Start]
-    ended: frozenset[str]  # ids of the jobs whose handler came to its end
+    ends: list[End]  # of handlers that came to it
     cancelled: frozenset[str]  # ids of the jobs that somebody asked to cancel
     errors: list[str]  # that callers met
     events: list[Event]
@@ -166,7 +172,7 @@ def terminal(found: Evidence) -> Iterator[str]:
 @invariant("each job ends as its handler says")
 def as_told(found: Evidence) -> Iterator[str]:
     for id, row in found.rows.items():
-        fits = row.state == TASKS[row.task].end and (row.state != "done" or id in found.ended)
+        fits = row.state == TASKS[row.task].end
         lost = (row.state, row.reason) == ("dead", "worker lost")
         if not (fits or lost or (row.state == "cancelled" and id in found.cancelled) or row.state in ("pending", "running")):
             yield f"{row.task} {id} is {row.state} ({row.reason})"
@@ -188,6 +194,20 @@ def one_settlement(found: Evidence) -> Iterator[str]:
     for (seq, claim), count in Counter((event.seq, event.old_claim) for event in found.events if event.is_settlement).items():
         if count > 1:
             yield f"claim {claim} of job {seq} was settled {count} times"
+
+
+@invariant("a success is written by the worker that had it")
+def own_success(found: Evidence) -> Iterator[str]:
+    ends, claims = defaultdict(list), {}
+    for end in found.ends:
+        ends[end.by, end.id].append(end.at)
+    for event in found.events:
+        if event.is_claim:
+            claims[event.id] = event.at
+        elif event.state == "done":
+            moments = ends[event.tag, event.id]
+            if not any(claims.get(event.id, 0) - SLACK <= at <= event.at + SLACK for at in moments):
+                yield f"{event} comes from somebody else, or from nobody: ends are at {moments}"
 
 
 @invariant("no claim is taken away before its lease is past")
@@ -384,7 +404,7 @@ def evidence(folder: Path, unfinished: int, exits: list[int]) -> Evidence:
     return Evidence(
         acknowledged={note["id"]: note["task"] for note in of["ack"]},
         starts=[Start(*(note[name] for name in Start._fields)) for note in of["start"]],
-        ended=frozenset(note["id"] for note in of["end"]),
+        ends=[End(*(note[name] for name in End._fields)) for note in of["end"]],
         cancelled=frozenset(note["id"] for note in of["cancel"]),
         errors=[f"{note['by']}: {note['call']}: {note['error']}" for note in of["error"]],
         events=[Event(*event) for event in events],

@@ -7,7 +7,7 @@ from typing import Any
 
 import chaos
 import pytest
-from chaos import Event, Evidence, Row, Start
+from chaos import End, Event, Evidence, Row, Start
 from servers import wait_until
 
 LEASE = 1_000_000
@@ -40,7 +40,7 @@ GOOD = Evidence(
         Start("w0", 30_000, B, "raises", 1),
         Start("w0", 60_000, B, "raises", 2),
     ],
-    ended=frozenset([A]),
+    ends=[End("w1", 2_200_000, A)],
     cancelled=frozenset([C]),
     errors=[],
     events=[*LIFE, OTHER[0], OTHER[0]._replace(old_state="running", state="pending"), OTHER[1]._replace(at=55_000)],
@@ -79,8 +79,12 @@ DOCTORED = {
         {"each job ends as its handler says"},
     ),
     "a success of a handler that never came to its end": (
-        GOOD._replace(ended=frozenset()),
-        {"each job ends as its handler says"},
+        GOOD._replace(ends=[]),
+        {"a success is written by the worker that had it"},
+    ),
+    "a success that is that of the worker which had the job before": (
+        GOOD._replace(ends=[End("w0", 2_200_000, A)]),
+        {"a success is written by the worker that had it"},
     ),
     "a cancelled job that nobody cancelled": (GOOD._replace(cancelled=frozenset()), {"each job ends as its handler says"}),
     "a start too many": (
