@@ -362,7 +362,7 @@ class Run:
                 slot.tend(time.monotonic())
             time.sleep(0.02)
         slot, lease = self.dice.choice(slots), self.options.lease
-        what = self.dice.choice(["kill", "kill", "long stop", "short stop"])
+        what = self.dice.choice(["kill", "kill", "long stop", "long stop", "short stop"])
         self.done[what] += 1
         if what == "kill":
             slot.kill()

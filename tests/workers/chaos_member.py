@@ -127,7 +127,7 @@ def length(task: str) -> float:
     """Seconds: most jobs are short, some about as long as the lease, a few much longer."""
     if task in ("snoozes", "poison"):
         return dice.uniform(0, 0.2)
-    least, most = dice.choices([(0, 0.05), (0.1, 1), (1, 2.5)], [90, 8, 2])[0]
+    least, most = dice.choices([(0, 0.05), (0.1, 1), (1, 2.5)], [85, 10, 5])[0]
     return float(WISHES["lease"] * dice.uniform(least, most))
 
 
