@@ -33,19 +33,20 @@ Contents
     14. SQLite store: rows in one transaction
     15. SQLite store: the owner of the file
     16. SQLite store: the class
-    17. Running one job: its place and its thread
-    18. Running one job: the call
-    19. Running one job: the decision
-    20. Loops: driver and slots
-    21. Loops: the crew that claims, runs and settles
-    22. Loops: schedules
-    23. Engine: taking work in
-    24. Engine: asking about jobs
-    25. Engine: from start to stop
-    26. Job handle
-    27. Tasks
-    28. TinyQ
-    29. Default instance
+    17. SQLite store: the pulse
+    18. Running one job: its place and its thread
+    19. Running one job: the call
+    20. Running one job: the decision
+    21. Loops: driver and slots
+    22. Loops: the crew that claims, runs and settles
+    23. Loops: schedules
+    24. Engine: taking work in
+    25. Engine: asking about jobs
+    26. Engine: from start to stop
+    27. Job handle
+    28. Tasks
+    29. TinyQ
+    30. Default instance
 """
 
 # ── 1. Imports and surface ────────────────────────────────────────────────────────────────────────────────────────────
@@ -105,11 +106,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyStarted", "Cancel", "Clock", "Configuration", "ConfigurationError", "Count", "CurrentJob", "DuplicateTask",
-    "Job", "JobCancelled", "JobError", "JobFailed", "JobNotFound", "KeyConflict", "NoResult", "NotStarted", "Options",
-    "PayloadError", "PayloadTooLarge", "QueueFull", "Retry", "RetryAfter", "ScheduleStats", "ShuttingDown", "Snooze",
-    "State", "Stats", "StoreBusy", "StoreError", "Task", "TinyQ", "TinyQError", "UnknownTask", "configure", "current_job",
-    "dead", "drain", "enqueue", "enqueue_many", "every", "get", "lifespan", "on_dead", "pause", "purge", "quiesce",
-    "requeue", "resume", "run", "spawn", "start", "stats", "stop", "task",
+    "Health", "Job", "JobCancelled", "JobError", "JobFailed", "JobNotFound", "KeyConflict", "NoResult", "NotStarted",
+    "Options", "PayloadError", "PayloadTooLarge", "QueueFull", "Retry", "RetryAfter", "ScheduleStats", "ShuttingDown",
+    "Snooze", "State", "Stats", "StoreBusy", "StoreError", "Task", "TinyQ", "TinyQError", "UnknownTask", "configure",
+    "current_job", "dead", "drain", "enqueue", "enqueue_many", "every", "get", "health", "lifespan", "on_dead", "pause",
+    "purge", "quiesce", "requeue", "resume", "run", "spawn", "start", "stats", "stop", "task", "wake",
 ]  # fmt: skip
 
 log = logging.getLogger("tinyq")
@@ -529,6 +530,13 @@ class Stats(Value):
         return sum(
             c.count for c in self.counts if queue in (None, c.queue) and task in (None, c.task) and state in (None, c.state)
         )
+
+
+class Health(Value):
+    """What `health()` answers: "ok", or "degraded" and the reasons, a phrase each."""
+
+    status: Literal["ok", "degraded"]
+    reasons: tuple[str, ...] = ()
 
 
 # ── 5. Vocabulary: what travels inside ────────────────────────────────────────────────────────────────────────────────
@@ -1884,6 +1892,9 @@ MIGRATIONS: Final = (
     (
         "CREATE TABLE tinyq_paused (namespace TEXT NOT NULL, queue TEXT NOT NULL, PRIMARY KEY (namespace, queue)) STRICT",
         "CREATE INDEX tinyq_dead ON tinyq_jobs (namespace, finished, seq, task) WHERE state = 'dead'",
+        """CREATE TABLE tinyq_workers (
+            id TEXT PRIMARY KEY, namespace TEXT NOT NULL, port INTEGER, started INTEGER NOT NULL, seen INTEGER NOT NULL
+        ) STRICT""",
     ),
 )
 
@@ -1913,12 +1924,14 @@ OVERLAP: Final = "SELECT 1 FROM tinyq_jobs WHERE namespace = ? AND schedule = ? 
 
 # The claim. The recursion jumps from one non-empty lane of the namespace to the next, whatever is in them.
 LANES: Final = """
-WITH RECURSIVE head(lane, seq) AS (
-    SELECT * FROM (SELECT lane, seq FROM tinyq_jobs WHERE ready = 1 AND lane BETWEEN :first AND :last ORDER BY lane LIMIT 1)
+WITH RECURSIVE head(lane) AS (
+    SELECT min(lane) FROM tinyq_jobs WHERE ready = 1 AND lane BETWEEN :first AND :last
     UNION ALL
-    SELECT j.lane, j.seq FROM head CROSS JOIN tinyq_jobs j ON j.seq = (
-        SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.lane > head.lane AND n.lane <= :last ORDER BY n.lane LIMIT 1)
-) SELECT j.queue, j.task, j.lane FROM head CROSS JOIN tinyq_jobs j ON j.seq = head.seq WHERE j.namespace = :namespace"""
+    SELECT (SELECT min(n.lane) FROM tinyq_jobs n WHERE n.ready = 1 AND n.lane > head.lane AND n.lane <= :last)
+    FROM head WHERE head.lane IS NOT NULL
+) SELECT j.queue, j.task, head.lane FROM head LEFT JOIN tinyq_jobs j
+    ON j.seq = (SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.lane = head.lane LIMIT 1)
+    WHERE head.lane IS NOT NULL AND coalesce(j.namespace, :namespace) = :namespace"""
 STRAYS: Final = "SELECT seq, namespace, queue, task FROM tinyq_jobs WHERE ready = 1 AND lane = 0 LIMIT 500"
 LANE_HEADS: Final = (
     "SELECT priority, run_at, seq FROM tinyq_jobs WHERE ready = 1 AND lane = ? ORDER BY priority DESC, run_at, seq LIMIT ?"
@@ -1967,6 +1980,10 @@ CANCEL_PENDING: Final = (
 CANCEL_RUNNING: Final = (
     "UPDATE tinyq_jobs SET cancel_at = coalesce(cancel_at, ?) WHERE namespace = ? AND id = ? AND state = 'running'"
 )
+# One row for each start of a process that claims: where its doorbell is, and when it was last heard of.
+ENLIST: Final = "INSERT INTO tinyq_workers VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET seen = excluded.seen"
+STRIKE_OFF: Final = "DELETE FROM tinyq_workers WHERE id = ? OR seen < ?"
+PORTS: Final = "SELECT port FROM tinyq_workers WHERE namespace = ? AND id <> ? AND port IS NOT NULL AND seen >= ?"
 COUNTS: Final = (
     "SELECT queue, task, state, count(*), sum(ready IN (1, 3) OR (ready = 0 AND run_at <= ?)) FROM tinyq_jobs "
     "WHERE namespace = ? GROUP BY queue, task, state ORDER BY queue, task, state"
@@ -2109,6 +2126,8 @@ def lanes_with_room(db: sqlite3.Connection, namespace: str, room: Room) -> tuple
     """(queue, task, lane, most that may start) of the lanes that have room; and whether there are others that are served here."""
     lanes, full = [], False
     for queue_name, task_name, lane in db.execute(LANES, lane_range(namespace)).fetchall():
+        if queue_name is None:  # the index holds what the table does not: each look would find it again
+            raise StoreError("due jobs were found and none can be claimed: see PRAGMA integrity_check, and REINDEX")
         if (most := room.free(queue_name, task_name)) > 0:
             lanes.append((queue_name, task_name, lane, most))
         elif task_name in room.tasks and queue_name not in room.paused:
@@ -2176,6 +2195,15 @@ def claimed_row(db: sqlite3.Connection, values: Sequence[Any], worker: str, leas
     row.seq, row.payload, row.durable, row.state, row.attempts, row.claim_no = seq, payload, True, State.RUNNING, 1, 1
     row.worker, row.lease, row.started = worker, lease, now
     return row
+
+
+def unknown_heads(db: sqlite3.Connection, namespace: str, known: Iterable[str]) -> dict[int, str]:
+    """The first due job of each lane whose task is not among the known ones: seq and task."""
+    heads: dict[int, str] = {}
+    for _, task_name, lane in db.execute(LANES, lane_range(namespace)).fetchall():
+        if task_name not in known:
+            heads |= {seq: task_name for _, _, seq in db.execute(LANE_HEADS, (lane, 1))}
+    return heads
 
 
 def extend_leases(db: sqlite3.Connection, claims: Sequence[tuple[int, int, str | None]], lease: int) -> dict[int, int | None]:
@@ -2352,6 +2380,7 @@ class Op:
         then: Callable[[Any], None] | None = None,
     ) -> None:
         self.deadline, self.future, self.write, self.look, self.rows, self.now = deadline, future, write, look, rows, now
+        self.since = time.monotonic()
         self.then = then  # called with the answer, or None, even if nobody waits any more
 
 
@@ -2835,6 +2864,9 @@ class SQLiteStore:
         self._log_due = False
         self._threads: list[threading.Thread] = []
         self._waiting: list[Op] = []
+        self._unit: Sequence[Op] = ()
+        self._due: int | None = None
+        self.on_due: Callable[[sqlite3.Connection, int], None] | None = None  # called in the owner's thread after a commit
         self._latest = math.inf
         self._flushing: asyncio.Task[None] | None = None
 
@@ -2858,7 +2890,7 @@ class SQLiteStore:
     async def insert(self, rows: Sequence[JobRow], now: int) -> Sequence[Inserted]:
         if all(map(is_new, rows)):
             return cast("list[Inserted]", await self._submit(None, rows=rows, now=now))
-        return await self._write(lambda db: insert_rows(db, self._namespace, rows, now))
+        return await self._write(lambda db: self._note_inserted(insert_rows(db, self._namespace, rows, now), now))
 
     async def claim(self, room: Room, worker: str, lease: int, now: int) -> Claimed:
         return await self._write(
@@ -2871,19 +2903,23 @@ class SQLiteStore:
         return await self._write(lambda db: extend_leases(db, claims, lease))
 
     async def settle(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
-        return await self._write(lambda db: settle_rows(db, self._namespace, settlements, FOREVER, now))
+        return await self._write(
+            lambda db: self._note_settled(settlements, settle_rows(db, self._namespace, settlements, FOREVER, now), now)
+        )
 
     async def cancel(self, ids: Sequence[bytes], reason: str, keep_until: int | None, now: int) -> Mapping[bytes, State]:
         return await self._write(lambda db: cancel_rows(db, self._namespace, ids, reason, keep_until, now))
 
     async def requeue(self, ids: Sequence[bytes], now: int, bulk: bool = False) -> Sequence[bytes]:
-        return await self._write(lambda db: requeue_rows(db, self._namespace, ids, now, bulk))
+        return await self._write(lambda db: self._note_due(requeue_rows(db, self._namespace, ids, now, bulk), now))
 
     async def purge(self, ids: Sequence[bytes], bulk: bool = False) -> int:
         return await self._write(lambda db: purge_rows(db, self._namespace, ids, bulk))
 
     async def reclaim(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
-        return await self._write(lambda db: settle_rows(db, self._namespace, settlements, now, now))
+        return await self._write(
+            lambda db: self._note_settled(settlements, settle_rows(db, self._namespace, settlements, now, now), now)
+        )
 
     async def get(self, ids: Sequence[bytes]) -> Sequence[JobRow]:
         return await self._read(lambda db: read_rows(db, self._namespace, ids))
@@ -2957,6 +2993,45 @@ class SQLiteStore:
         for op in self._waiting:
             op.deadline = min(op.deadline, self._latest)
 
+    async def ring(self, now: int) -> None:
+        """Have other processes look at the table, whether or not there is anything new."""
+        await self._read(lambda db: self.on_due(db, now) if self.on_due else None)
+
+    async def unknown(self, known: Sequence[str]) -> Mapping[int, str]:
+        """The first due job of each lane whose task is not among the known ones: seq and task."""
+        return await self._read(lambda db: unknown_heads(db, self._namespace, known))
+
+    @property
+    def stalled(self) -> float:
+        """Seconds for which the oldest write has been waiting, 0 if there is none."""
+        ops = [op for op in (*self._unit, *self._waiting) if not op.future.done()]
+        return time.monotonic() - min(op.since for op in ops) if ops else 0.0
+
+    def _note_due(self, answer: T, now: int) -> T:
+        """In the owner's thread: if this answer is not empty, there is something that another process might start."""
+        if answer:
+            self._due = now
+        return answer
+
+    def _note_inserted(self, answers: Sequence[Inserted], now: int) -> Sequence[Inserted]:
+        fresh = (answer.row for answer in answers if answer.verdict in ("created", "replaced"))
+        self._note_due(any(row.ready in (CLAIMABLE, FRAGILE) for row in fresh), now)
+        return answers
+
+    def _note_settled(self, settlements: Sequence[Settlement], states: dict[int, State], now: int) -> dict[int, State]:
+        again = (change.seq for change in settlements if change.state is State.PENDING and change.run_at <= now)
+        self._note_due(any(seq in states for seq in again), now)
+        return states
+
+    def _ring(self, db: sqlite3.Connection, ops: Sequence[Op]) -> None:
+        """Once for a unit, after its COMMIT. (One that was rolled back rings in vain, which costs a look.)"""
+        for op in ops:
+            if op.rows and op.finished and op.error is None:
+                self._note_due(any(row.lease is None and row.run_at <= op.now for row in op.rows), op.now)
+        due, self._due = self._due, None
+        if due is not None and self.on_due is not None:
+            self.on_due(db, due)
+
     def _connect(self, connection: aiosqlite.Connection) -> aiosqlite.Connection:
         """A daemon's thread: it would keep a program from exiting that never calls stop(). (Before aiosqlite 0.22 the connection
         itself is the thread.)"""
@@ -3012,7 +3087,7 @@ class SQLiteStore:
             while self._waiting:
                 ops, self._waiting = self._waiting[:GROUP], self._waiting[GROUP:]
                 left = [op for op in ops if op.future.cancelled()]
-                ops = [op for op in ops if not op.future.cancelled()]
+                self._unit = ops = [op for op in ops if not op.future.cancelled()]
                 self._answer(left)
                 await self._hop(writer, functools.partial(self._run_unit, ops=ops))
                 self._answer(ops)
@@ -3025,12 +3100,14 @@ class SQLiteStore:
                 raise
         finally:
             self._flushing = None
+            self._unit = []
 
     def _run_unit(self, db: sqlite3.Connection, ops: Sequence[Op]) -> None:
         if file_identity(self.path) != self._identity:  # what is written to a deleted file is gone with the process
             raise StoreError(f"{self.path} was deleted or replaced while it was open: put it back, or restart to make a new one")
         run_unit(db, self._namespace, ops)
         self._log_due = self._log.due()
+        self._ring(db, ops)
 
     def _answer(self, ops: Sequence[Op], failure: BaseException | None = None) -> None:
         again = []
@@ -3055,7 +3132,271 @@ class SQLiteStore:
         self._waiting = again + self._waiting
 
 
-# ── 17. Running one job: its place and its thread ─────────────────────────────────────────────────────────────────────
+# ── 17. SQLite store: the pulse ───────────────────────────────────────────────────────────────────────────────────────
+# A thread with a connection of its own, for what must go on while the event loop is blocked: leases are renewed, and the
+# process stays listed. It also hears of what others wrote; so does the doorbell, a datagram that can only cause a look.
+
+TICK: Final = 0.1  # seconds between looks at PRAGMA data_version, for what something other than tinyq wrote
+BEAT: Final = 1.0  # seconds between questions to the event loop
+SAFETY: Final = 5.0  # seconds between looks of those who should have been told
+STUCK: Final = 10  # leases for which a loop that does not turn keeps its jobs
+PULSE_PATIENCE: Final = 0.25  # seconds that the thread waits for the write lock at a time: it has more to do
+
+
+class Beat:
+    """Whether the event loop turns. It is asked from other threads, and answers with its next turn."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._asked: float | None = None
+
+    def owed(self) -> float:
+        """Seconds for which the loop has owed an answer; it is asked again when it owes none."""
+        asked = self._asked
+        if asked is not None:
+            return time.monotonic() - asked
+        self._asked = time.monotonic()
+        with contextlib.suppress(RuntimeError):  # it was closed
+            self._loop.call_soon_threadsafe(self._answer)
+        return 0.0
+
+    def _answer(self) -> None:
+        self._asked = None
+
+
+class Duty(Record):
+    """Something the thread does again and again, and how that has gone."""
+
+    name: str
+    call: Callable[[sqlite3.Connection, float], None]
+    failures: int = 0
+    since: float = 0.0  # monotonic, of the first failure
+    again: float = 0.0  # not before
+    told: bool = False
+
+
+class Pulse:
+    """The thread and the doorbell of one process on one file.
+
+    `claims` gives what runs here, as for `extend`, and is called in the thread; `heed` (with the answer of a renewal) and `heard`
+    (somebody wrote) are called in the loop. `listening`: whether anybody wants to hear.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        config: Config,
+        worker: str,
+        beat: Beat,
+        incidents: dict[str, str],
+        claims: Callable[[], Sequence[tuple[int, int, str | None]]],
+        heed: Callable[[Sequence[tuple[int, int, str | None]], Mapping[int, int | None]], None],
+        heard: Callable[[], None],
+        listening: Callable[[], bool],
+    ) -> None:
+        self.renewed = time.monotonic()  # when the owner began the last renewal that it has completed
+        self._path, self._config, self._worker, self._beat, self._incidents = path, config, worker, beat, incidents
+        self._claims, self._heed, self._heard, self._listening = claims, heed, heard, listening
+        self._loop = asyncio.get_running_loop()
+        self._lease = round(config.lease * 1e6)
+        self._started = config.clock.time()
+        self._socket: socket.socket | None = None
+        self._port: int | None = None
+        self._ports: set[int] = set()
+        self._ports_of: tuple[int, int, int] | None = None  # what was known when they were read
+        self._db: sqlite3.Connection | None = None
+        self._version: int | None = None
+        self._renewed_here = self._enlisted = -math.inf
+        self._asked = -math.inf
+        self._nudge = threading.Event()
+        self._ending = False
+        self._given_up = False
+        self._duties = [Duty(name="listening to the database", call=self._listen), Duty(name="lease renewal", call=self._renew)]
+        self._thread = threading.Thread(target=self._serve, name="tinyq-pulse", daemon=True)
+
+    def start(self) -> None:
+        try:
+            self._bind()
+        except (OSError, NotImplementedError) as error:  # without it, what others enqueue is seen with the next tick
+            log.info("no doorbell: %s", error_text(error))
+        self._thread.start()
+
+    def _bind(self) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        if self._config.worker:
+            self._socket.bind(("127.0.0.1", 0))
+            self._loop.add_reader(self._socket, self._rung, self._socket)
+            self._port = self._socket.getsockname()[1]
+
+    def attend(self) -> None:
+        """Somebody has begun to listen."""
+        if not self._config.worker:
+            self._nudge.set()
+
+    async def stop(self) -> None:
+        self._ending = True
+        self._nudge.set()
+        await joined([self._thread])
+        if self._socket is not None:
+            if self._port is not None:
+                self._loop.remove_reader(self._socket)
+            self._socket.close()
+
+    def ring(self, db: sqlite3.Connection, now: int) -> None:
+        """Have the other workers look; in the thread of the connection. Whoever does not hear it finds out with its next tick."""
+        known = self._ports
+        self._send(known)  # at once: who is there has probably not changed
+        try:
+            state = (id(db), db.execute("PRAGMA data_version").fetchone()[0], round(time.monotonic()))
+            if state != self._ports_of:  # somebody may have come, or it is long ago that those were seen
+                alive = (self._config.namespace, self._worker, now - STUCK * self._lease)
+                self._ports = {port for (port,) in db.execute(PORTS, alive)}
+                self._ports_of = state
+                self._send(self._ports - known)
+        except Exception as error:  # the unit has been committed: it must not fail any more
+            log.debug("not everybody was rung: %s", error_text(error))
+
+    def _send(self, ports: Iterable[int]) -> None:
+        if self._socket is None:
+            return
+        for port in ports:
+            with contextlib.suppress(OSError):  # BlockingIOError, if nobody empties a full door: he has enough to look at
+                self._socket.sendto(b"\0", ("127.0.0.1", port))
+
+    def _rung(self, bell: socket.socket) -> None:
+        """However often it rang: one look. What the datagrams say does not matter."""
+        for _ in range(1_000):
+            try:
+                bell.recv(1)
+            except OSError:
+                break
+        self._heard()
+
+    def _serve(self) -> None:
+        while not self._ending and not self._loop.is_closed():
+            moment = time.monotonic()
+            if moment - self._asked >= BEAT:
+                self._asked = moment
+                self._beat.owed()
+            for duty in self._duties:
+                self._attend_to(duty, moment)
+            self._nudge.wait(TICK if self._config.worker or self._listening() else BEAT)
+            self._nudge.clear()
+        self._leave()
+        if self._loop.is_closed() and self._socket is not None:  # nobody has called stop, and nobody will
+            self._socket.close()
+
+    def _attend_to(self, duty: Duty, moment: float) -> None:
+        """Errors back off, and are logged once an incident."""
+        if not (self._config.worker or self._listening()):
+            self._recovered(duty)  # nobody needs it any more
+            return
+        if moment < duty.again:
+            return
+        try:
+            db = self._connection()
+            with cast(Any, db).busy:  # a fork waits for it
+                duty.call(db, moment)
+        except Exception as error:
+            if self._loop.is_closed():
+                self._ending = True
+                return
+            duty.failures += 1
+            duty.since = duty.since if duty.failures > 1 else moment
+            duty.again = moment + min(SAFETY, self._config.lease / 6, TICK * 2.0 ** min(duty.failures, 10))
+            self._say(duty, error, not is_busy(error) or moment - duty.since >= self._config.lease / 3)
+            if not is_busy(error):
+                self._disconnect()
+        else:
+            if duty.told:
+                log.info("%s: working again", duty.name)
+            self._recovered(duty)
+
+    def _recovered(self, duty: Duty) -> None:
+        duty.failures, duty.told = 0, False
+        self._incidents.pop(duty.name, None)
+
+    def _say(self, duty: Duty, error: Exception, incident: bool) -> None:
+        """Once an incident; a lock that is held for a moment is none."""
+        if incident and not duty.told:
+            duty.told = True
+            known = type(error).__module__.startswith("sqlite3")
+            log.error("%s failed and will be tried again: %s", duty.name, error_text(error), exc_info=None if known else error)
+        if duty.told:
+            self._incidents[duty.name] = error_text(error)
+
+    def _connection(self) -> sqlite3.Connection:
+        if self._db is None:
+            import pathlib
+            import sqlite3
+
+            existing = pathlib.Path(self._path).as_uri() + "?mode=rw"  # a file that was deleted is not made anew
+            self._db = sqlite3.connect(existing, uri=True, isolation_level=None, timeout=0, factory=connection_class())
+            self._db.execute("PRAGMA synchronous = NORMAL")  # a renewal that a power cut takes along is not missed
+            self._version = None
+        return self._db
+
+    def _disconnect(self) -> None:
+        if self._db is not None:
+            self._db.close()
+        self._db = None
+
+    def _listen(self, db: sqlite3.Connection, moment: float) -> None:
+        """Whether anybody else wrote since the last time. (Also the owner: a look that finds nothing, and writes nothing.)"""
+        [version] = db.execute("PRAGMA data_version").fetchone()
+        if version != self._version:
+            self._version = version
+            self._loop.call_soon_threadsafe(self._heard)
+
+    def _renew(self, db: sqlite3.Connection, moment: float) -> None:
+        """What the owner has not renewed by a third of the lease; and that this process is there."""
+        third = self._config.lease / 3
+        claims: Sequence[tuple[int, int, str | None]] = ()
+        if moment - max(self.renewed, self._renewed_here) >= third and self._may_renew():
+            claims = self._claims()
+        listed = not self._config.worker or moment - self._enlisted < third
+        if listed and not claims:
+            return
+        answers = patiently(lambda: self._write(db, claims), time.monotonic() + PULSE_PATIENCE)
+        self._enlisted = moment
+        if claims:
+            self._renewed_here = moment
+            self._loop.call_soon_threadsafe(self._heed, claims, answers)
+
+    def _may_renew(self) -> bool:
+        """A loop that has not turned for so long will not finish its jobs: others may have them."""
+        given_up = self._beat.owed() > STUCK * self._config.lease
+        if given_up and not self._given_up:
+            log.error("the event loop has not turned for %d leases: the leases of its jobs are not renewed any more", STUCK)
+        self._given_up = given_up
+        return not given_up
+
+    def _write(self, db: sqlite3.Connection, claims: Sequence[tuple[int, int, str | None]]) -> dict[int, int | None]:
+        now = self._config.clock.time()
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            if self._config.worker:
+                db.execute(ENLIST, (self._worker, self._config.namespace, self._port, self._started, now))
+                db.execute(STRIKE_OFF, ("", now - max(STUCK * self._lease, 86_400_000_000)))
+            answers = extend_leases(db, claims, now + self._lease) if claims else {}
+            db.execute("COMMIT")
+        except BaseException:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            raise
+        return answers
+
+    def _leave(self) -> None:
+        """Nobody need ring here any more. A row that cannot be deleted now is pruned by others when it is old."""
+        db = self._db
+        if db is not None and self._config.worker:
+            with contextlib.suppress(Exception):
+                patiently(lambda: db.execute(STRIKE_OFF, (self._worker, 0)), time.monotonic() + PULSE_PATIENCE)
+        self._disconnect()
+
+
+# ── 18. Running one job: its place and its thread ─────────────────────────────────────────────────────────────────────
 # What is known of a job while it runs here. Plain functions run in daemon threads of tinyq's own: an executor's threads would
 # hold up the interpreter's exit, and a shared pool that is full would delay timeouts.
 
@@ -3211,7 +3552,7 @@ async def call_in_thread(job: Running, threads: Threads, call: Callable[[], Any]
     return future.result()
 
 
-# ── 18. Running one job: the call ─────────────────────────────────────────────────────────────────────────────────────
+# ── 19. Running one job: the call ─────────────────────────────────────────────────────────────────────────────────────
 # User code is awaited in `call_handler` and nowhere else. Whatever it does (return, raise, time out, be cancelled, call
 # sys.exit) comes back as an Outcome.
 
@@ -3332,7 +3673,7 @@ def after_stop(job: Running, outcome: Outcome, from_outside: bool) -> Outcome:
     return outcome
 
 
-# ── 19. Running one job: the decision ─────────────────────────────────────────────────────────────────────────────────
+# ── 20. Running one job: the decision ─────────────────────────────────────────────────────────────────────────────────
 # What follows from an outcome: pure, no store and no clock. The claim has counted the start already; what was no real
 # attempt gives it back, and is bounded by a counter of its own.
 
@@ -3454,31 +3795,47 @@ def report(row: JobRow, outcome: Outcome, change: Settlement) -> None:
         log.info("%s is %s: %s", label(row), change.state, outcome.reason)
 
 
-# ── 20. Loops: driver and slots ───────────────────────────────────────────────────────────────────────────────────────
+# ── 21. Loops: driver and slots ───────────────────────────────────────────────────────────────────────────────────────
 # A loop is a step: it takes the time, does one round and returns the seconds to sleep. One driver runs them all.
 
 Step = Callable[[int], Awaitable[float]]
+BRIEF: Final = 1.0  # seconds for which a store may be busy without a word: as many workers that are woken at once may make it
 
 
-async def drive(name: str, step: Step, wake: asyncio.Event, clock: Clock, stopped: asyncio.Event, longest: float = 15.0) -> None:
-    """Run a step until all is stopped. Errors back off up to `longest` seconds, and are logged once an incident."""
-    failures, told = 0, False
+async def drive(
+    name: str,
+    step: Step,
+    wake: asyncio.Event,
+    clock: Clock,
+    stopped: asyncio.Event,
+    longest: float = 15.0,
+    incidents: dict[str, str] | None = None,
+) -> None:
+    """Run a step until all is stopped. Errors back off up to `longest` seconds, and are logged once an incident; while it
+    lasts, the last of them stands in `incidents`."""
+    failures, told, since = 0, False, 0.0
+    incidents = {} if incidents is None else incidents
     while not stopped.is_set():
         wake.clear()
+        began = clock.monotonic()
         try:
-            began = clock.monotonic()
             seconds = await step(clock.time())
             seconds -= clock.monotonic() - began  # reckoned from the time that the step was given
             if told:
                 log.info("%s: working again", name)
+                incidents.pop(name, None)
             failures, told = 0, False
         except Exception as error:
             failures += 1
             seconds = min(longest, 0.05 * 2.0 ** min(failures, 20))
-            if not told and (failures > 2 or not isinstance(error, StoreBusy)):  # a lock that is held for a moment is no incident
+            since = began if failures == 1 else since
+            lasting = failures > 2 and clock.monotonic() - since >= BRIEF
+            if not told and (lasting or not isinstance(error, StoreBusy)):  # a lock that is held for a moment is no incident
                 told = True
                 known = isinstance(error, StoreError)
                 log.error("%s failed and will be tried again: %s", name, error_text(error), exc_info=None if known else error)
+            if told:
+                incidents[name] = error_text(error)
         if not stopped.is_set():
             await clock.wait(stopped if failures else wake, seconds)
 
@@ -3558,11 +3915,11 @@ def on_signals(callback: Callable[[], None], *, chain: bool) -> Iterator[None]:
             signal.raise_signal(number)
 
 
-# ── 21. Loops: the crew that claims, runs and settles ─────────────────────────────────────────────────────────────────
+# ── 22. Loops: the crew that claims, runs and settles ─────────────────────────────────────────────────────────────────
 # Knows what runs here. Takes rows from a tier when there is room, runs each in a task of its own, writes what came of it,
 # keeps leases alive and takes over those of workers that died.
 
-POLL: Final = 0.2  # seconds between looks for what other processes have enqueued
+POLL: Final = 0.2  # seconds between looks of somebody who waits, where nothing tells him
 WATCH: Final = 0.5  # how often the event loop's lag is looked at while jobs run
 LAG: Final = 1.0  # a loop that was blocked for longer is worth a warning
 
@@ -3637,7 +3994,7 @@ class Crew:
             self.heed(claimed.paused)
         await self._start_all(tier, claimed.rows, now)
         due = math.inf if claimed.next_at is None else max(0.0, (claimed.next_at - now) / 1e6)
-        return min(due, POLL) if tier.durable else due
+        return min(due, SAFETY) if tier.durable else due
 
     def heed(self, paused: frozenset[str]) -> None:
         """Let best-effort jobs of a queue that is paused in the database wait as well."""
@@ -3906,13 +4263,23 @@ class Crew:
             await self.retention(tier, now)
         return self._lease / 4
 
+    def held(self) -> list[tuple[int, int, str | None]]:
+        """The claims to renew. For any thread: the list of a dictionary's values is made in one step."""
+        jobs = [job for job in list(self.running.values()) if job.tier.durable]
+        return [(job.seq, job.claim_no, job.note) for job in jobs]
+
     async def _renew(self, tier: Tier, now: int) -> None:
-        held = {job.seq: job for job in self.running.values() if job.tier is tier}
-        if not held:
-            return
-        claims = [(seq, job.claim_no, job.note) for seq, job in held.items()]
-        answers = await tier.store.extend(claims, later(now, self._lease))
-        for seq, job in held.items():
+        claims = self.held()
+        if claims:
+            self.heed_renewal(claims, await tier.store.extend(claims, later(now, self._lease)))
+
+    def heed_renewal(self, claims: Sequence[tuple[int, int, str | None]], answers: Mapping[int, int | None]) -> None:
+        """A claim that could not be renewed belongs to another; a job whose cancel was asked for is told."""
+        jobs = {(job.seq, job.claim_no): job for job in self.running.values() if job.tier.durable}
+        for seq, claim_no, _ in claims:
+            job = jobs.get((seq, claim_no))
+            if job is None:
+                continue
             if seq not in answers and job.in_handler and job.why != "lost":
                 log.warning("%s has lost its lease: it is cancelled here and writes nothing", label(job))
                 job.stop("lost")
@@ -3966,7 +4333,7 @@ class Crew:
         return Settings(**{**overrides, "retry": Retry(max_attempts=math.inf)})
 
 
-# ── 22. Loops: schedules ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── 23. Loops: schedules ──────────────────────────────────────────────────────────────────────────────────────────────
 # Fire times are multiples of the period since the epoch, the same in every process. One scheduler a tier, with one heap.
 
 LONGEST_SLEEP: Final = 60.0  # so that a step of the wall clock, or a suspended machine, is noticed
@@ -4060,7 +4427,7 @@ class Scheduler:
             self._tier.wake.set()
 
 
-# ── 23. Engine: taking work in ────────────────────────────────────────────────────────────────────────────────────────
+# ── 24. Engine: taking work in ────────────────────────────────────────────────────────────────────────────────────────
 # What lives between `start` and `stop` is the engine, told in three layers. This one holds the stores and the crew, makes rows
 # and inserts them, and knows the bounds of what waits in memory.
 
@@ -4088,6 +4455,8 @@ class Intake:
         self.durable_store: SQLiteStore | None = None
         self.durable: Tier | None = None
         self.durable_tasks: dict[str, bool] = {}
+        self.pulse: Pulse | None = None
+        self.lookout = asyncio.Event()  # somebody wrote to the table, or has begun to wait for what stands there
         slots = Slots(config.concurrency, config.queues, config.threads)
         self.crew = Crew(self.clock, self.memory_store, slots, self.settings_of, self.worker, config.lease)
         self.crew.handlers = handlers
@@ -4383,7 +4752,7 @@ async def contained(coro: Coroutine[Any, Any, T]) -> T:
         raise JobFailed(type(error).__qualname__, str(error)) from error
 
 
-# ── 24. Engine: asking about jobs ─────────────────────────────────────────────────────────────────────────────────────
+# ── 25. Engine: asking about jobs ─────────────────────────────────────────────────────────────────────────────────────
 # What handles need: reading, waiting, cancelling, promoting. Knows that a job may run in another process.
 
 
@@ -4420,31 +4789,56 @@ class Inquiries(Intake):
         while row.finished is None:
             if self.phase == "stopped":
                 raise NoResult(f"job {id_text(row.id)} was {row.state} when tinyq stopped here")
-            if not await self._wait_for_change(row):
-                await self._look_up(row)
+            await self._wait_for_change(row)
 
-    async def _wait_for_change(self, row: JobRow) -> bool:
-        """Until something has become of the row here; False if it is not here and it may be time to look."""
+    async def _wait_for_change(self, row: JobRow) -> None:
+        """Until something has become of the row, here or elsewhere. NoResult if nothing will that could be seen here."""
         waiter: asyncio.Future[None] = self.loop.create_future()
         row.waiters = [*(row.waiters or ()), waiter]
         self._awaited.add(row)
         try:
-            if not row.durable or row.id in self.crew.running:
-                await waiter
-                return True
-            return bool((await asyncio.wait({waiter}, timeout=POLL))[0])
+            if row.durable and row.id not in self.crew.running:
+                if self.pulse is not None:
+                    self.pulse.attend()
+                if not (await asyncio.wait({waiter}, timeout=POLL / 2))[0]:
+                    self.lookout.set()  # it may have ended before anybody listened
+            await waiter
         finally:
             row.waiters.remove(waiter)
             if not row.waiters:
                 self._awaited.discard(row)
+            if waiter.done() and not waiter.cancelled():
+                waiter.exception()  # seen, even if whoever waited was cancelled at this moment
 
-    async def _look_up(self, row: JobRow) -> None:
+    async def look_up(self, now: int) -> float:
+        """One look for all who wait for durable jobs that do not run here."""
+        rows = [row for row in self._awaited if row.durable and row.finished is None and row.id not in self.crew.running]
+        if not rows or self.durable is None:
+            return math.inf
+        began = time.monotonic()
+        found = {row.id: row for row in await self.durable.store.get([row.id for row in rows])}
+        took = time.monotonic() - began
+        for row in rows:
+            if row.id in self.crew.running or row.finished is not None:
+                continue
+            try:
+                self._take_note(row, found.get(row.id))
+            except NoResult as error:
+                for waiter in row.waiters or ():
+                    if not waiter.done():
+                        waiter.set_exception(NoResult(str(error)))
+            else:
+                if row.finished is not None:
+                    self.crew.tell(row, self.clock.time())
+        with contextlib.suppress(TimeoutError):  # many who wait in a busy file: looking is to take a small part of the time
+            async with asyncio.timeout(4 * took):
+                await self.crew.closing.wait()
+        return SAFETY
+
+    def _take_note(self, row: JobRow, found: JobRow | None) -> None:
         """What has become of a durable job that does not run here."""
         tier = self.require_durable()
-        found = await tier.store.get([row.id])
-        if row.id in self.crew.running or row.finished is not None:
-            return
-        if not found:
+        if found is None:
             if row in self._within:
                 raise NoResult(
                     f"job {id_text(row.id)} is not in the database: its transaction was not committed (yet), or it has ended and "
@@ -4453,13 +4847,31 @@ class Inquiries(Intake):
             raise NoResult(
                 f"job {id_text(row.id)} has ended and its result was not kept: set result_ttl to read it from anywhere"
             )
-        self.crew.known(found[0])
+        self.crew.known(found)
         # With this worker's name on it, it runs here, and the claim's answer is on its way.
         elsewhere = not tier.claiming or (row.state is State.RUNNING and row.worker != self.worker)
         if row.finished is None and elsewhere and self.settings_for(row).result_ttl <= 0:
             raise NoResult(
                 f"job {id_text(row.id)} runs in another process and keeps no result: set result_ttl to read it from here"
             )
+
+    def listening(self) -> bool:
+        """Whether anybody waits for what others write; asked from a thread."""
+        return bool(self._awaited)
+
+    def heard(self) -> None:
+        """Somebody may have written to the table."""
+        if self.durable is not None:
+            self.durable.wake.set()
+        if self._awaited:
+            self.lookout.set()
+
+    async def wake(self) -> None:
+        for tier in self.crew.tiers:
+            tier.wake.set()
+        self.lookout.set()
+        if self.durable_store is not None:
+            await self.durable_store.ring(self.clock.time())
 
     async def cancel(self, row: JobRow) -> bool:
         self.refuse_fork()
@@ -4637,10 +5049,11 @@ class Inquiries(Intake):
         return promoted
 
 
-# ── 25. Engine: from start to stop ────────────────────────────────────────────────────────────────────────────────────
+# ── 26. Engine: from start to stop ────────────────────────────────────────────────────────────────────────────────────
 # Opens the store, begins the loops, and takes everything down again on the one path that there is.
 
 EXTRA: Final = 2.0  # seconds for `finally` blocks after the grace
+STALLED: Final = 5.0  # seconds of silence, of the loop or the database, that are worth a mention
 PROGRESS: Final = 5.0  # seconds between the lines that say what a shutdown waits for
 
 
@@ -4651,6 +5064,11 @@ class Engine(Inquiries):
         super().__init__(config, handlers)
         self.schedulers: dict[bool, Scheduler] = {}
         self.stopped = asyncio.Event()
+        self.beat = Beat(self.loop)
+        self._thread = threading.get_ident()
+        self.incidents: dict[str, str] = {}  # of the loops and the pulse that fail at present: what they say
+        self._unknown: Mapping[int, str] = {}  # due jobs of tasks that are not known here, as of the last upkeep
+        self._untaken: Sequence[str] = ()  # those tasks of which a job was seen twice
         self._loops: list[asyncio.Task[None]] = []
         self._wakes: list[asyncio.Event] = []
         self._stopping: asyncio.Task[None] | None = None
@@ -4671,6 +5089,7 @@ class Engine(Inquiries):
                 hungry=self.config.worker,  # what it left is not known before the first claim
             )
             self.crew.tiers.append(self.durable)
+            self._begin_pulse(self.durable_store)
         for handler in self.handlers.values():
             handler.settings = None  # another run's configuration may have been another
             self.learn(handler)
@@ -4688,16 +5107,59 @@ class Engine(Inquiries):
             len(self.handlers), len(schedules), ", ".join(f"{name} {value}" for name, value in facts.items()),
         )  # fmt: skip
 
+    def _begin_pulse(self, store: SQLiteStore) -> None:
+        crew = self.crew
+        self.pulse = Pulse(
+            store.path,
+            self.config,
+            self.worker,
+            self.beat,
+            self.incidents,
+            crew.held,
+            crew.heed_renewal,
+            self.heard,
+            self.listening,
+        )
+        store.on_due = self.pulse.ring
+        self.pulse.start()
+        self._begin("results", self.look_up, self.lookout)
+
+    async def _upkeep(self, tier: Tier, now: int) -> float:
+        began = time.monotonic()
+        seconds = await self.crew.leases(tier, now)
+        if self.pulse is not None:
+            self.pulse.renewed = began
+        if self.durable_store is not None and self.config.worker:
+            unknown = await self.durable_store.unknown(list(self.durable_tasks))
+            self._untaken = sorted({name for seq, name in unknown.items() if seq in self._unknown})
+            self._unknown = unknown
+        return seconds
+
+    def health(self) -> Health:
+        """In any thread."""
+        reasons = [] if self.phase == "running" else [f"tinyq is {self.phase}"]
+        reasons += [f"{name} failing: {what}" for name, what in list(self.incidents.items())]
+        waiting = self.durable_store.stalled if self.durable_store else 0.0
+        if waiting > STALLED:
+            reasons.append(f"a write has been waiting for the database for {waiting:.1f} s")
+        owed = self.beat.owed() if threading.get_ident() != self._thread else 0.0
+        if owed > STALLED:
+            reasons.append(f"the event loop has not turned for {owed:.1f} s")
+        untaken = [name for name in self._untaken if name not in self.handlers]
+        if untaken:
+            reasons.append(f"jobs are due of tasks that no worker knows: {', '.join(untaken[:10])}")
+        return Health(status="degraded" if reasons else "ok", reasons=tuple(reasons))
+
     def _begin_tier(self, tier: Tier) -> None:
         name = "durable" if tier.durable else "best-effort"
         self.schedulers[tier.durable] = Scheduler(tier, self._occurrence)
         self._begin(f"{name} schedules", self.schedulers[tier.durable].step, self.schedulers[tier.durable].wake)
         self._begin(f"{name} claims", functools.partial(self._claim, tier), tier.wake)
-        upkeep = self.crew.leases if tier.durable else self.crew.retention
+        upkeep = self._upkeep if tier.durable else self.crew.retention
         self._begin(f"{name} upkeep", functools.partial(upkeep, tier), asyncio.Event(), self.config.lease / 4)
 
     def _begin(self, name: str, step: Step, wake: asyncio.Event, longest: float = 15.0) -> None:
-        loop = drive(name, step, wake, self.clock, self.stopped, longest)
+        loop = drive(name, step, wake, self.clock, self.stopped, longest, self.incidents)
         self._wakes.append(wake)
         self._loops.append(self.loop.create_task(loop, name=f"tinyq {name}", context=contextvars.Context()))
 
@@ -4806,6 +5268,8 @@ class Engine(Inquiries):
                 if not waiter.done():
                     waiter.set_result(None)
         self.crew.stop_watching()
+        if self.pulse is not None:
+            await self.pulse.stop()
         if self.durable_store is not None:
             await self.durable_store.close()
         await self.crew.threads.close()
@@ -4907,7 +5371,7 @@ def several_workers() -> bool:
     return multiprocessing is not None and multiprocessing.parent_process() is not None
 
 
-# ── 26. Job handle ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── 27. Job handle ────────────────────────────────────────────────────────────────────────────────────────────────────
 # What `enqueue` and `get` answer. Never None: a handle, or an error.
 
 
@@ -5022,7 +5486,7 @@ class Job(Generic[R_co]):
         return bool(await self._engine.promote([row]))
 
 
-# ── 27. Tasks ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── 28. Tasks ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 # What a decorated function becomes: callable as before, and able to enqueue itself with its own typed signature.
 
 
@@ -5090,7 +5554,7 @@ class Decorator(Protocol):
     def __call__(self, fn: Callable[P, R], /) -> Task[P, R, R]: ...
 
 
-# ── 28. TinyQ ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── 29. TinyQ ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 # The object behind everything: registration at any time, an engine between start and stop.
 
 
@@ -5496,6 +5960,26 @@ class TinyQ:
         """Counts per queue, task and state, and what the schedules of this process have done."""
         return await self._running().stats(self._schedules)
 
+    def health(self) -> Health:
+        """Whether this process can do its work now, and what keeps it from that: a store that fails, a write or an event loop
+        that has been stuck for 5 seconds, due jobs of tasks that no worker knows.
+
+        Reads and waits for nothing, may be called in any thread, and raises nothing. Meant for readiness: to restart a process
+        because its database is locked, as a failed liveness probe does, would only lose what runs.
+        """
+        engine = self._engine
+        if engine is not None and not engine.loop.is_closed():
+            return engine.health()
+        return Health(status="degraded", reasons=(f"tinyq has {'stopped' if self._was_stopped else 'not been started'}",))
+
+    async def wake(self) -> None:
+        """Look for due jobs now, here and in the other processes of this database and namespace, whether or not there are any.
+
+        Never needed for what tinyq enqueues; rows that something else inserts are found within about 0.1 s without it.
+        Raises NotStarted, ShuttingDown, StoreError.
+        """
+        await self._running().wake()
+
     async def dead(self, task: TaskOrName | None = None, limit: int = 100) -> list[Job[Any]]:
         """Dead jobs, of one task if it is given, the last to die first: durable ones, and the best-effort ones kept in memory."""
         engine = self._running()
@@ -5586,7 +6070,7 @@ def warn_if_never_started(q: weakref.ref[TinyQ]) -> None:
         log.warning("%d schedule%s registered, and tinyq was never started: nothing ran", n, "" if n == 1 else "s")
 
 
-# ── 29. Default instance ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── 30. Default instance ──────────────────────────────────────────────────────────────────────────────────────────────
 # The functions of the module are the methods of one TinyQ, which `configure`, `lifespan` or the environment sets up.
 
 _default: Final = TinyQ()
@@ -5603,12 +6087,14 @@ quiesce = _default.quiesce
 drain = _default.drain
 get = _default.get
 stats = _default.stats
+health = _default.health
 requeue = _default.requeue
 dead = _default.dead
 purge = _default.purge
 pause = _default.pause
 resume = _default.resume
 on_dead = _default.on_dead
+wake = _default.wake
 
 
 def configure(db: str | os.PathLike[str] | None = None, **options: Unpack[Configuration]) -> None:

@@ -122,6 +122,14 @@ assert sqlite3.connect("shop.db").execute("SELECT count(*) FROM tinyq_jobs").fet
 import sqlite3
 assert sqlite3.connect("jobs.db").execute("SELECT count(*) FROM tinyq_jobs").fetchone() == (0,)
 """,
+    "async def alive": """
+from fastapi.testclient import TestClient
+assert tinyq.health().reasons == ("tinyq has not been started",)
+with TestClient(app) as client:
+    assert client.get("/ready").json() == {"status": "ok", "reasons": []}
+    assert client.get("/alive").status_code == 200
+assert tinyq.health().reasons == ("tinyq has stopped",)
+""",
     "shop.tasks.send_receipt": """
 import sqlite3
 assert sqlite3.connect("jobs.db").execute("SELECT task, state, payload FROM tinyq_jobs").fetchall() == [
