@@ -2918,7 +2918,8 @@ class SQLiteStore:
 
     async def reclaim(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
         return await self._write(
-            lambda db: self._note_settled(settlements, settle_rows(db, self._namespace, settlements, now, now), now)
+            lambda db: self._note_settled(settlements, settle_rows(db, self._namespace, settlements, now, now), now),
+            patience=CLAIM_PATIENCE,  # after a longer wait, the one that holds the lease is to have the first word
         )
 
     async def get(self, ids: Sequence[bytes]) -> Sequence[JobRow]:
@@ -4290,7 +4291,8 @@ class Crew:
         """A lease must be past, and seen unrenewed here for a third of its length: so no clock step runs a job twice."""
         moment = self._clock.monotonic()
         wall, steady = self._stepped
-        if abs((now - wall) / 1e6 - (moment - steady)) > self._lease / 6:
+        held_up = moment - steady > self._lease / 2  # by a lock, which may have kept the others from renewing as well
+        if held_up or abs((now - wall) / 1e6 - (moment - steady)) > self._lease / 6:
             self._watched.clear()
         self._stepped = (now, moment)
         doubtful = await tier.store.list(State.RUNNING, lease_before=later(now, self._lease / 3), limit=1_000)
@@ -4304,7 +4306,11 @@ class Crew:
         if not gone:
             return
         changes = [self._after_loss(row, now) for row in gone]
-        states = await tier.store.reclaim(changes, now)
+        try:
+            states = await tier.store.reclaim(changes, now)
+        except StoreBusy:  # nobody could renew meanwhile
+            self._watched.clear()
+            raise
         for row, change in zip(gone, changes, strict=True):
             if row.seq in states:
                 log.warning("%s was reclaimed: worker %s has not renewed its lease", label(row), row.worker)

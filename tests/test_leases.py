@@ -179,3 +179,19 @@ def test_the_thread_ends_with_a_loop_that_is_closed_without_a_stop(file: Path) -
     loop.close()
     thread = engine.pulse._thread
     wait_until("the thread has ended", lambda: not thread.is_alive())
+
+
+def test_a_write_lock_that_outlasts_the_leases_takes_no_job_from_its_worker(fleet: Fleet) -> None:
+    members = [fleet.member({"long": 5}, lease=1.2) for _ in range(3)]
+    fleet.enqueue("long", 5.0, 5.0, 5.0, 5.0)
+    fleet.wait_for_marks(4, "long", "began")
+    with closing(sqlite3.connect(fleet.db, isolation_level=None, timeout=10)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        time.sleep(2.5)  # the fault itself
+        other.execute("ROLLBACK")
+    fleet.wait_for_marks(4, "long", "ended")
+    fleet.wait_for_rows([], "id")
+    for member in members:
+        member.finish()
+    assert len(fleet.marks("long", "began")) == 4
+    assert [line for line in fleet.log_lines() if "reclaimed" in line] == []
