@@ -2943,7 +2943,9 @@ class SQLiteStore:
         await self._write(lambda db: db.executemany(PAUSE, [(self._namespace, queue) for queue in queues]).rowcount)
 
     async def resume(self, queues: Sequence[str]) -> None:
-        await self._write(lambda db: db.executemany(RESUME, [(self._namespace, queue) for queue in queues]).rowcount)
+        resumed = [(self._namespace, queue) for queue in queues]
+        now = time.time_ns() // 1000
+        await self._write(lambda db: self._note_due(db.executemany(RESUME, resumed).rowcount, now))
 
     async def paused(self) -> frozenset[str]:
         return await self._read(lambda db: paused_queues(db, self._namespace))

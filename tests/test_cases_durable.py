@@ -61,7 +61,6 @@ def locked(path: str, seconds: float, pause: float = 0.0) -> Iterator[None]:
 # Locks
 
 
-@pytest.mark.xfail(strict=False, reason="the time in which nobody could renew counts as time without renewal")
 def test_a_write_lock_that_outlasts_the_lease_takes_no_job_from_its_worker(fleet: Fleet) -> None:
     members = [fleet.member({"long": 5}, lease=1.2) for _ in range(3)]
     fleet.enqueue("long", *[5.0] * 4)
