@@ -546,6 +546,37 @@ class Health(Value):
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]  # of a call: positions, keywords
 
 
+_drawn: list[int] = []  # random ends of the ids to come
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drawn.clear)  # or parent and child would give the same ids
+
+
+def new_id(now: int) -> bytes:
+    """A UUID version 7 (RFC 9562): milliseconds, then 12 bits that hold the microseconds, then 62 random bits. Sorts by time."""
+    if not _drawn:
+        _drawn.extend(0x8000000000000000 | number >> 2 for number in memoryview(os.urandom(2048)).cast("Q"))
+    return ((now // 1000 << 16 | 0x7000 | now % 1000) << 64 | _drawn.pop()).to_bytes(16, "big")
+
+
+class Lazily:
+    """A field that is worked out when it is first asked for. (`cached_property` would give each row a dictionary.)"""
+
+    def __init__(self, make: Callable[[Any], object]) -> None:
+        self.make = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, row: object, owner: type) -> object:
+        value = self.make(row)
+        setattr(row, self.name, value)
+        return value
+
+
+IS_DONE: Final = State.DONE  # (to reach a member through its class takes a while)
+STARTED: Final = {"state": State.RUNNING, "attempts": 1, "claim_no": 1}
+
+
 class JobRow:
     """One job. The fields down to `keep_until` are the columns of `tinyq_jobs`, in this order; the rest lives in this process.
 
@@ -590,7 +621,8 @@ class JobRow:
     keep_until: int | None = None
 
     durable: bool = False
-    call: Arguments | None = None
+    args: Sequence[Any] | None = None  # None: to be decoded from the payload
+    kwargs: Mapping[str, Any] = {}
     handler: Handler | None = None
     settings: Settings | None = None
     on_conflict: OnConflict = "reuse"
@@ -610,13 +642,29 @@ class JobRow:
     note: str | None = None  # for the stored row, with the next renewal
 
     def __init__(self, id: bytes, task: str, queue: str, priority: int, run_at: int, created: int, **others: Any) -> None:
-        self.id, self.task, self.queue, self.priority, self.run_at, self.created = id, task, queue, priority, run_at, created
+        self.task, self.queue, self.priority, self.run_at, self.created = task, queue, priority, run_at, created
+        if id:  # else it gets one when it is asked for, which most best-effort jobs never are
+            self.id = id
         if others:
             self.__dict__.update(others)
 
+    if not TYPE_CHECKING:
+        id = Lazily(lambda row: new_id(row.created))
+
+    @property
+    def special(self) -> bool:
+        """Whether it may turn out that its handler must not be called, though its arguments are known."""
+        return self.refused is not None or self.expires is not None or self.lost > 0
+
+    @property
+    def tag(self) -> object:
+        """What it is known by where it runs."""
+        return self.id if self.durable else self
+
     def but(self, **changes: Any) -> JobRow:
         """Another row, with these changes."""
-        return JobRow(**{**self.__dict__, **changes})
+        told = {name: getattr(self, name) for name in ("id", "task", "queue", "priority", "run_at", *STARTED)}
+        return JobRow(**{**told, **self.__dict__, **changes})
 
     def stop(self, why: Why) -> None:
         """Cancel the handler; the first reason stands, unless the right to write anything is gone."""
@@ -625,6 +673,47 @@ class JobRow:
         if self.in_handler and self.runner is not None:
             self.runner.cancel()
 
+
+class SimpleRow(JobRow):
+    """A best-effort job without options of its own. What such jobs have in common stands in the class or is looked up when it is
+    asked for: with thousands of them alive it is the garbage collector's visits to their fields that take the time."""
+
+    state = State.RUNNING  # as most of them start at once
+    attempts = 1
+    claim_no = 1
+
+    def __init__(self, handler: Handler, settings: Settings, args: Sequence[Any], created: int) -> None:
+        self.handler, self.settings, self.args, self.created = handler, settings, args, created
+        self.context = contextvars.copy_context()
+
+    if not TYPE_CHECKING:
+        task = Lazily(lambda row: row.handler.name)
+        queue = Lazily(lambda row: row.settings.queue)
+        priority = Lazily(lambda row: row.settings.priority)
+        run_at = Lazily(lambda row: row.created)
+
+    def wait(self) -> None:
+        """It does not start at once after all."""
+        self.state, self.attempts, self.claim_no = State.PENDING, 0, 0
+
+
+def shape(row: JobRow, *names: str) -> None:
+    """Give the first instance of a class the fields that the later ones will have. They then share one table of names, of at most
+    30; a name that comes up later would cost each instance a dictionary of its own."""
+    for name in names:
+        setattr(row, name, None)
+
+
+shape(
+    object.__new__(SimpleRow), "handler", "settings", "args", "created", "context", "seq", "tier", "deadline", "runner",
+    "in_handler", "state", "finished", "value", "attempts", "claim_no", "id", "task", "queue", "priority", "run_at", "waiters",
+    "started", "worker", "lease", "ready", "ticket",
+)  # fmt: skip
+shape(
+    object.__new__(JobRow), "task", "queue", "priority", "run_at", "created", "id", "handler", "settings", "key", "on_conflict",
+    "durable", "payload", "seq", "state", "attempts", "claim_no", "worker", "lease", "started", "tier", "deadline", "runner",
+    "args", "kwargs", "in_handler", "finished", "value", "reason", "keep_until", "exception",
+)  # fmt: skip
 
 # `JobRow.ready` of a pending row. NULL for every other state, so that the partial indexes hold nothing else.
 LATER: Final = 0  # its time has not come
@@ -835,18 +924,6 @@ def as_moment(value: object, name: str) -> int:
     if value.utcoffset() is None:
         raise TypeError(f"{name} is {value!r}, without a time zone: use datetime.now(UTC) + …, or .replace(tzinfo=…)")
     return min(FOREVER, (value - datetime.fromtimestamp(0, UTC)) // timedelta(microseconds=1))
-
-
-_drawn: list[int] = []  # random ends of the ids to come
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_drawn.clear)  # or parent and child would give the same ids
-
-
-def new_id(now: int) -> bytes:
-    """A UUID version 7 (RFC 9562): milliseconds, then 12 bits that hold the microseconds, then 62 random bits. Sorts by time."""
-    if not _drawn:
-        _drawn.extend(0x8000000000000000 | number >> 2 for number in memoryview(os.urandom(2048)).cast("Q"))
-    return ((now // 1000 << 16 | 0x7000 | now % 1000) << 64 | _drawn.pop()).to_bytes(16, "big")
 
 
 def id_text(raw: bytes) -> str:
@@ -1531,8 +1608,8 @@ class MemoryStore:
     """Rows in dictionaries and heaps. Entries of rows that have moved on are dropped when they come up."""
 
     def __init__(self) -> None:
-        self._rows: dict[bytes, JobRow] = {}
-        self._live: dict[int, JobRow] = {}  # running, by seq
+        self._rows: dict[int, JobRow] = {}  # by seq
+        self._ids: dict[bytes, JobRow] | None = None  # the same by id, once anybody has asked for one
         self._lanes: dict[tuple[str, str, int, int], list[Entry]] = {}
         self._later: list[Entry] = []  # the same with priority 0
         self._finished: deque[JobRow] = deque()
@@ -1571,12 +1648,8 @@ class MemoryStore:
             if action == "replace" and pending is not None:
                 for name in REPLACED:
                     setattr(pending, name, getattr(row, name))
-                pending.call, pending.context, pending.settings, pending.handler = (
-                    row.call,
-                    row.context,
-                    row.settings,
-                    row.handler,
-                )
+                for name in ("args", "kwargs", "context", "settings", "handler"):
+                    setattr(pending, name, getattr(row, name))
                 if pending.ready != HELD:
                     self._enlist(pending, now)
                 return Inserted(pending, "replaced")
@@ -1585,9 +1658,23 @@ class MemoryStore:
                 return Inserted(existing, "existing")
             held = action == "hold"
         row.seq = next(self._seq)
-        self._rows[row.id] = row
+        self._add(row)
         self._become_pending(row, now, held)
         return Inserted(row, "created")
+
+    def _add(self, row: JobRow) -> None:
+        self._rows[row.seq] = row
+        if self._ids is not None:
+            self._ids[row.id] = row
+
+    def _drop(self, row: JobRow) -> None:
+        self._rows.pop(row.seq, None)
+        if self._ids is not None:
+            self._ids.pop(row.id, None)
+
+    def _claimed(self, seq: int, claim_no: int) -> JobRow | None:
+        row = self._rows.get(seq)
+        return row if row is not None and row.state is State.RUNNING and row.claim_no == claim_no else None
 
     def _same_key(self, row: JobRow) -> tuple[JobRow | None, JobRow | None]:
         return (
@@ -1625,8 +1712,6 @@ class MemoryStore:
         """Forget what made the row pending or running; its heap entry dies by itself."""
         if row.state is State.PENDING:
             self.pending -= 1
-        else:
-            self._live.pop(row.seq, None)
         if row.key is not None and self._keys.get((row.task, row.key, row.state)) is row:
             del self._keys[row.task, row.key, row.state]
 
@@ -1648,7 +1733,6 @@ class MemoryStore:
             row.state, row.ready, row.worker, row.lease, row.started = State.RUNNING, None, worker, lease, now
             row.claim_no += 1
             row.attempts += 1
-            self._live[row.seq] = row
             if row.key is not None:
                 self._keys[row.task, row.key, State.RUNNING] = row
         return Claimed(taken, self._later[0][1] if self._later else None, self._lacks_room())
@@ -1674,8 +1758,8 @@ class MemoryStore:
     async def extend(self, claims: Sequence[tuple[int, int, str | None]], lease: int) -> Mapping[int, int | None]:
         held: dict[int, int | None] = {}
         for seq, claim_no, note in claims:
-            row = self._live.get(seq)
-            if row is not None and row.claim_no == claim_no:
+            row = self._claimed(seq, claim_no)
+            if row is not None:
                 row.lease, row.error = lease, note or row.error
                 held[seq] = row.cancel_at
         return held
@@ -1689,8 +1773,8 @@ class MemoryStore:
     def _settle(self, settlements: Sequence[Settlement], lease_before: int, now: int) -> Mapping[int, State]:
         changed = {}
         for change in settlements:
-            row = self._live.get(change.seq)
-            if row is None or row.claim_no != change.claim_no or (row.lease or 0) >= lease_before:
+            row = self._claimed(change.seq, change.claim_no)
+            if row is None or (row.lease or 0) >= lease_before:
                 continue
             self._leave(row)
             change = heeding(change, row.cancel_at)
@@ -1712,13 +1796,13 @@ class MemoryStore:
     def _finish(self, row: JobRow, keep: bool) -> None:
         row.context = None
         if not keep:
-            self._rows.pop(row.id, None)
+            self._drop(row)
             return
         self._finished.append(row)
         if len(self._finished) > 50:  # an error keeps the locals of all its frames alive
             self._finished[-51].exception = None
         if len(self._finished) > MEMORY_KEEPS:
-            self._rows.pop(self._finished.popleft().id, None)
+            self._drop(self._finished.popleft())
 
     async def cancel(self, ids: Sequence[bytes], reason: str, keep_until: int | None, now: int) -> Mapping[bytes, State]:
         states = {}
@@ -1749,23 +1833,24 @@ class MemoryStore:
         return [row.id for row in again]
 
     async def _requeue_dead(self, id: bytes, now: int) -> Sequence[bytes]:
-        row = self._rows.get(id)
         with contextlib.suppress(KeyConflict):
-            return await self.requeue([id], now) if row is not None and row.state is State.DEAD else ()
+            return await self.requeue([id], now) if any(row.state is State.DEAD for row in await self.get([id])) else ()
         return ()
 
     async def purge(self, ids: Sequence[bytes], bulk: bool = False) -> int:
         old = [row for row in await self.get(ids) if (row.state is State.DEAD if bulk else row.finished is not None)]
         for row in old:
             self._finished.remove(row)
-            del self._rows[row.id]
+            self._drop(row)
         return len(old)
 
     async def reclaim(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
         return self._settle(settlements, now, now)
 
     async def get(self, ids: Sequence[bytes]) -> Sequence[JobRow]:
-        return [self._rows[id] for id in ids if id in self._rows]
+        if self._ids is None:
+            self._ids = {row.id: row for row in self._rows.values()}
+        return [self._ids[id] for id in ids if id in self._ids]
 
     async def list(self, state: State, lease_before: int | None = None, limit: int = 100) -> Sequence[JobRow]:
         rows = (row for row in self._rows.values() if row.state is state)
@@ -1800,7 +1885,7 @@ class MemoryStore:
         old = [row for row in self._finished if row.keep_until is not None and row.keep_until <= now][:limit]
         for row in old:
             self._finished.remove(row)
-            self._rows.pop(row.id, None)
+            self._drop(row)
         return len(old)
 
     async def close(self) -> None:
@@ -1813,17 +1898,22 @@ class MemoryStore:
     def _lacks_room(self) -> bool:
         return any(lane[0] not in self.held for lane in self._lanes) if self.held else bool(self._lanes)
 
-    def adopt(self, row: JobRow, now: int) -> None:
-        """Insert and claim in one, for a row without a key that need not wait."""
-        row.seq = next(self._seq)
-        self._rows[row.id] = self._live[row.seq] = row
-        row.state, row.started, row.claim_no, row.attempts = State.RUNNING, now, 1, 1
+    def adopt(self, row: SimpleRow) -> None:
+        """Insert and claim in one, for a row that need not wait."""
+        row.seq = seq = next(self._seq)
+        self._rows[seq] = row
+        if self._ids is not None:
+            self._ids[row.id] = row
+        if row.attempts == 0:
+            row.state, row.attempts, row.claim_no = State.RUNNING, 1, 1
 
-    def forget(self, row: JobRow, now: int) -> None:
-        """Settle in one, for a running row without a key of which nothing is kept."""
-        del self._rows[row.id], self._live[row.seq]
-        row.state, row.finished, row.value, row.context = State.DONE, now, None, None
-        if row.attempts > 1 or row.reason is not None:
+    def forget(self, row: JobRow) -> None:
+        """Settle in one, for a running row without a key of which nothing is kept, not even the moment."""
+        del self._rows[row.seq]
+        if self._ids is not None:
+            self._ids.pop(row.id, None)
+        row.state, row.finished, row.value, row.context = IS_DONE, 0, None, None
+        if row.reason is not None:
             row.reason = row.error = row.traceback = row.parked = None
 
     def detach(self, rows: Sequence[JobRow]) -> None:
@@ -1831,7 +1921,7 @@ class MemoryStore:
         for row in rows:
             self._leave(row)
             row.ticket += 1
-            del self._rows[row.id]
+            self._drop(row)
 
     def attach(self, rows: Sequence[JobRow], now: int) -> None:
         """Take them back. One whose key was given to another meanwhile gives way."""
@@ -1840,7 +1930,7 @@ class MemoryStore:
             if pending is not None:
                 row.state, row.reason, row.finished = State.CANCELLED, MERGED, now
             else:
-                self._rows[row.id] = row
+                self._add(row)
                 self._become_pending(row, now, held=running is not None)
 
 
@@ -3578,18 +3668,18 @@ def prepare_call(job: Running, clock: Clock) -> Outcome | Arguments:
         return Outcome("expired", reason="expired before it started")
     if lost_for_good(job, job.settings):
         return Outcome("lost", reason=WORKER_LOST)
-    if job.call is not None:
-        return job.call
+    if job.args is not None:
+        return job.args, job.kwargs
     try:
-        job.call = decode_call(job.payload, job.payload_version)
+        job.args, job.kwargs = decode_call(job.payload, job.payload_version)
     except Undecodable as error:
         return Outcome("undecodable", reason=str(error))
     try:
-        check_call(job.handler, *job.call)
+        check_call(job.handler, job.args, job.kwargs)
     except TypeError as error:
-        job.call = None
+        job.args = None
         return Outcome("parked", error=error)
-    return job.call
+    return job.args, job.kwargs
 
 
 def check_call(handler: Handler, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -3601,12 +3691,15 @@ def check_call(handler: Handler, args: Sequence[Any], kwargs: Mapping[str, Any])
             raise TypeError(f"task {handler.name!r} does not take these arguments: {error}") from None
 
 
-async def call_handler(job: Running, threads: Threads, clock: Clock) -> Outcome:
-    """Run one job to its outcome. Raises nothing but a real Ctrl-C."""
-    call = prepare_call(job, clock)
-    if isinstance(call, Outcome):
-        return call
-    args, kwargs = call
+async def call_handler(job: Running, threads: Threads, clock: Clock, ended: Callable[[Running, Outcome], None]) -> None:
+    """The whole task of one job: run its handler, and hand over what came of it. Raises nothing but a real Ctrl-C."""
+    args, kwargs = job.args, job.kwargs
+    if args is None or job.special:
+        found = prepare_call(job, clock)
+        if isinstance(found, Outcome):
+            ended(job, found)
+            return
+        args, kwargs = found
     _current.set(job)
     job.in_handler = True
     try:
@@ -3629,9 +3722,9 @@ async def call_handler(job: Running, threads: Threads, clock: Clock) -> Outcome:
             outcome = Outcome("failed", error=raised)
     finally:
         job.in_handler = False
-    if job.why is None and job.runner is not None and not job.runner.cancelling():
-        return outcome
-    return after_stop(job, outcome, await swallow_cancellation())
+    if job.why is not None or job.runner is None or job.runner.cancelling():
+        outcome = after_stop(job, outcome, await swallow_cancellation())
+    ended(job, outcome)
 
 
 async def swallow_cancellation() -> bool:
@@ -3847,34 +3940,30 @@ class Slots:
     """How many jobs run at once: a number for each named queue, one for all others together, one for plain functions."""
 
     def __init__(self, concurrency: int, named: Mapping[str, int], threads: int) -> None:
-        self._shared = concurrency
-        self._named = dict(named)
-        self._threads = threads
-        self._fragile = 1
+        self.shared = concurrency
+        self.named = dict(named)
+        self.threads = threads
+        self.fragile = 1
         self.lent = False  # to a claim that is under way
 
     def room(self, tasks: Mapping[str, bool]) -> Room:
-        return Room(self._shared, self._named, self._threads, self._fragile, tasks)
+        return Room(self.shared, self.named, self.threads, self.fragile, tasks)
 
     def full(self) -> bool:
-        return self._shared <= 0 and all(free <= 0 for free in self._named.values())
+        return self.shared <= 0 and all(free <= 0 for free in self.named.values())
 
-    def fits(self, queue: str, is_async: bool) -> bool:
-        """Whether one more job of that kind has room, and no claim under way counts on it."""
-        return not self.lent and self._named.get(queue, self._shared) > 0 and (is_async or self._threads > 0)
+    def take(self, job: Running) -> None:
+        self.give(job, -1)
 
-    def take(self, job: Running, slots: int = 1) -> None:
-        if job.queue in self._named:
-            self._named[job.queue] -= slots
+    def give(self, job: Running, slots: int = 1) -> None:
+        if self.named and job.queue in self.named:
+            self.named[job.queue] += slots
         else:
-            self._shared -= slots
+            self.shared += slots
         if not job.handler.is_async:
-            self._threads -= slots
+            self.threads += slots
         if job.lost:
-            self._fragile -= slots
-
-    def give(self, job: Running) -> None:
-        self.take(job, -1)
+            self.fragile += slots
 
 
 @contextlib.contextmanager
@@ -3940,7 +4029,8 @@ class Crew:
         lease: float,
     ) -> None:
         self.memory = memory
-        self.running: dict[bytes, Running] = {}
+        self._ends = self._over  # bound once
+        self.running: dict[object, Running] = {}  # by tag
         self.tiers: list[Tier] = []
         self.handlers: Mapping[str, Handler] = {}
         self.live: weakref.WeakValueDictionary[bytes, JobRow] = weakref.WeakValueDictionary()  # durable rows with a handle here
@@ -4016,7 +4106,7 @@ class Crew:
     async def _start_all(self, tier: Tier, rows: Sequence[JobRow], now: int) -> None:
         back = []
         for row in rows:
-            if row.id in self.running:  # it lost its lease here, and its thread has not ended yet
+            if row.tag in self.running:  # it lost its lease here, and its thread has not ended yet
                 back.append(decide(row, Outcome("unstarted", delay=1.0), Settings(), now))
                 continue
             if self.live and tier.durable:
@@ -4033,32 +4123,36 @@ class Crew:
             await tier.store.settle(back, now)
 
     def may_start(self, tier: Tier, queue: str, handler: Handler, now: int) -> bool:
-        """Whether a best-effort job may start without having waited: a slot is free, and nobody waits for one."""
-        for other in self.tiers:
-            if other.hungry:
-                return False
-        if queue in self.memory.held or not tier.claiming or self.memory.has_due(now):
+        """Whether a job may start without having waited: a slot is free, and nobody waits for one."""
+        tiers, memory, slots = self.tiers, self.memory, self._slots
+        if tiers[0].hungry or tiers[-1].hungry or slots.lent or not tier.claiming or queue in memory.held:
             return False
-        return self._slots.fits(queue, handler.is_async)
+        if memory.pending and memory.has_due(now):
+            return False
+        return (slots.named.get(queue, slots.shared) if slots.named else slots.shared) > 0 and (
+            handler.is_async or slots.threads > 0
+        )
 
     def start(self, tier: Tier, row: JobRow, handler: Handler, settings: Settings, refused: Outcome | None = None) -> None:
         """Run a claimed row in a task of its own."""
         job = cast(Running, row)
         job.handler, job.settings, job.tier = handler, settings, tier
-        if refused is not None or job.runner is not None:
-            job.refused, job.why, job.note, job.deadline = refused, None, None, math.inf  # nothing of an earlier run stays
-        if settings.timeout < math.inf:
-            job.deadline = self._clock.monotonic() + settings.timeout
-            if job.deadline < self._next_deadline:
-                self._next_deadline = job.deadline
-                self.deadline_wake.set()
+        if not tier.claiming:  # claimed while the tier was being closed
+            refused = Outcome("unstarted")
+        if refused is not None:
+            job.refused = refused
+        job.deadline = deadline = self._clock.monotonic() + settings.timeout
+        if deadline < self._next_deadline:
+            self._next_deadline = deadline
+            self.deadline_wake.set()
         self.activity += 1
-        self.running[row.id] = job
-        self._slots.take(job)
+        self.running[job.id if job.durable else job] = job
+        self._slots.give(job, -1)
         context = contextvars.Context() if row.context is None else row.context
         if settings.retry.max_attempts > 1:
             context = context.copy()  # what one attempt sets there is not for the next
-        job.runner = self._create_task(self._run(job), name=handler.task_name, context=context)
+        run = call_handler(job, self.threads, self._clock, self._ends)
+        job.runner = self._create_task(run, name=handler.task_name, context=context)
         if self._watch is None:
             self._watch_loop(first=True)
 
@@ -4102,40 +4196,44 @@ class Crew:
         row = self.live.setdefault(fresh.id, fresh)
         ended = row.finished is not None and fresh.finished is None and fresh.claim_no == row.claim_no
         older = fresh.claim_no < row.claim_no or (ended and not (again and fresh.state is State.PENDING))
-        if row is not fresh and row.id not in self.running and not older:
+        if row is not fresh and row.tag not in self.running and not older:
             for name in COLUMNS:
                 setattr(row, name, getattr(fresh, name))
-            row.call = row.settings = None
+            row.args = row.settings = None
         return row
 
-    async def _run(self, job: Running) -> None:
-        """The life of one claimed job, but for the writing of its outcome."""
-        try:
-            if not job.tier.claiming:  # claimed while the tier was being closed: hand it back unstarted
-                outcome = Outcome("unstarted")
-            else:
-                outcome = await call_handler(job, self.threads, self._clock)
-            self._slots.give(job)
-            self._last = job
+    def _over(self, job: Running, outcome: Outcome) -> None:
+        """A handler has ended, or could not be called."""
+        self._slots.give(job)
+        self._last = job
+        job.runner = None  # whose context leads back to the job
+        if self.tiers[0].hungry or self.tiers[-1].hungry:
             self._wake_hungry()
+        if outcome is DONE and not job.durable and job.key is None and job.settings.result_ttl <= 0:
+            self.memory.forget(job)  # what most jobs come to, without the detour
+            del self.running[job]
+            if job.waiters:
+                self.tell(job, 0)
+            if not self.running:
+                self.idle.set()
+            return
+        try:
             self._settle(job, outcome)
-        except BaseException as error:
-            self._leave(job, self._clock.time())
-            if not isinstance(error, Exception):
-                raise
+        except Exception:
             log.exception("%s: a defect in tinyq; the job runs again when its lease ends", label(job))
+            self.running.pop(job.tag, None)
 
     def _wake_hungry(self) -> None:
         """A slot came free. In turns, so that neither tier takes every one."""
-        if self.tiers[0].hungry or self.tiers[-1].hungry:
-            self.tiers.reverse()
-            for tier in self.tiers:
-                if tier.hungry:
-                    tier.wake.set()
+        self.tiers.reverse()
+        for tier in self.tiers:
+            if tier.hungry:
+                tier.wake.set()
 
     def _leave(self, job: Running, now: int) -> None:
         """It runs here no more, whatever has been written of it."""
-        del self.running[job.id]
+        del self.running[job.tag]
+        job.refused = job.why = job.note = None
         self.tell(job, now)
         if not self.running:
             self.idle.set()
@@ -4143,10 +4241,7 @@ class Crew:
     def _settle(self, job: Running, outcome: Outcome) -> None:
         """Best-effort outcomes are written at once; durable ones by the next round, and the lease is renewed until then."""
         now = self._clock.time()
-        if outcome is DONE and not job.durable and job.key is None and job.settings.result_ttl <= 0:
-            self.memory.forget(job, now)  # what most jobs come to, without the detour
-            self._leave(job, now)
-        elif outcome.kind == "dropped":
+        if outcome.kind == "dropped":
             log.warning("%s: %s; its outcome is not written", label(job), outcome.reason)
             self._leave(job, now)
         elif job.tier.durable:
@@ -4182,7 +4277,7 @@ class Crew:
                 report(job, outcome, change)
             if job.tier.durable:
                 apply(job, change, now)
-                job.call = None
+                job.args = None
                 if state is not change.state:
                     job.state, job.reason = state, MERGED if job.key is not None else CANCELLED_ON_REQUEST
             job.exception = outcome.error
@@ -4303,7 +4398,9 @@ class Crew:
         gone = [
             row
             for row in doubtful
-            if (row.lease or 0) < now and moment - self._watched[names[row.seq]] >= self._lease / 3 and row.id not in self.running
+            if (row.lease or 0) < now
+            and moment - self._watched[names[row.seq]] >= self._lease / 3
+            and row.tag not in self.running
         ]
         if not gone:
             return
@@ -4514,12 +4611,15 @@ class Intake:
     def make_row(
         self, handler: Handler | None, name: str, settings: Settings, call: Arguments, overrides: Mapping[str, Any]
     ) -> JobRow:
+        if handler is not None and settings.simple:
+            simple = SimpleRow(handler, settings, call[0], self.clock.time())
+            if call[1]:
+                simple.kwargs = call[1]
+            simple.wait()
+            return simple
         now = self.clock.time()
-        row = JobRow(new_id(now), name, settings.queue, settings.priority, now, now)
+        row = JobRow(new_id(now) if settings.durable else b"", name, settings.queue, settings.priority, now, now)
         row.handler, row.settings = handler, settings
-        if settings.simple:
-            row.call, row.context = call, contextvars.copy_context()
-            return row
         row.key, row.on_conflict = settings.key, settings.on_conflict
         if settings.run_at is not None:
             row.run_at = settings.run_at
@@ -4534,21 +4634,16 @@ class Intake:
             if overrides:
                 row.options = encode_overrides(name, overrides)
         else:
-            row.call = call
+            row.args, row.kwargs = call
             row.context = contextvars.copy_context()
         return row
 
-    def start_at_once(self, row: JobRow) -> bool:
+    def start_at_once(self, row: SimpleRow, handler: Handler, settings: Settings) -> bool:
         """Start a new best-effort job here and now, if it need not wait for anything."""
-        handler, settings, now = row.handler, row.settings, row.created
-        if (
-            handler is None
-            or settings is None
-            or not settings.simple
-            or not self.crew.may_start(self.memory, row.queue, handler, now)
-        ):
+        if not self.crew.may_start(self.memory, settings.queue, handler, row.created):
+            row.wait()
             return False
-        self.memory_store.adopt(row, now)
+        self.memory_store.adopt(row)
         self.crew.start(self.memory, row, handler, settings)
         return True
 
@@ -4635,10 +4730,9 @@ class Intake:
 
     def require_running(self) -> None:
         """Before start there is no engine; this is about the time after. Jobs that still run may enqueue to the end."""
-        try:
-            here = asyncio.get_running_loop()
-        except RuntimeError:
-            raise NotStarted("there is no event loop in this thread: call from the loop in which tinyq was started") from None
+        here = asyncio._get_running_loop()
+        if here is None:
+            raise NotStarted("there is no event loop in this thread: call from the loop in which tinyq was started")
         if self.loop is not here:
             raise NotStarted(
                 "this TinyQ was started in another event loop: start one in each loop, or hand the work over to that loop"
@@ -4805,7 +4899,7 @@ class Inquiries(Intake):
         row.waiters = [*(row.waiters or ()), waiter]
         self._awaited.add(row)
         try:
-            if row.durable and row.id not in self.crew.running:
+            if row.durable and row.tag not in self.crew.running:
                 if self.pulse is not None:
                     self.pulse.attend()
                 if not (await asyncio.wait({waiter}, timeout=POLL / 2))[0]:
@@ -4820,14 +4914,14 @@ class Inquiries(Intake):
 
     async def look_up(self, now: int) -> float:
         """One look for all who wait for durable jobs that do not run here."""
-        rows = [row for row in self._awaited if row.durable and row.finished is None and row.id not in self.crew.running]
+        rows = [row for row in self._awaited if row.durable and row.finished is None and row.tag not in self.crew.running]
         if not rows or self.durable is None:
             return math.inf
         began = time.monotonic()
         found = {row.id: row for row in await self.durable.store.get([row.id for row in rows])}
         took = time.monotonic() - began
         for row in rows:
-            if row.id in self.crew.running or row.finished is not None:
+            if row.tag in self.crew.running or row.finished is not None:
                 continue
             try:
                 self._take_note(row, found.get(row.id))
@@ -4885,7 +4979,7 @@ class Inquiries(Intake):
         self.refuse_fork()
         await self.promotion_of(row)
         while row.finished is None and self.phase != "stopped":
-            job = self.crew.running.get(row.id)
+            job = self.crew.running.get(row.tag)
             if job is not None:
                 job.stop("cancel")
                 await self._wait_for_change(row)
@@ -4904,7 +4998,7 @@ class Inquiries(Intake):
 
     async def _wait_for_stranger(self, row: JobRow) -> bool:
         """Until a job that was told to stop has done so, in whatever process it runs. False if its row is gone."""
-        while row.finished is None and self.phase != "stopped" and row.id not in self.crew.running:
+        while row.finished is None and self.phase != "stopped" and row.tag not in self.crew.running:
             found = await self.require_durable().store.get([row.id])
             if not found:
                 return False
@@ -5020,9 +5114,9 @@ class Inquiries(Intake):
         settings, usual = self.settings_for(row), self.settings(row.handler)
         run_options = ("retry", *STORED_OPTIONS)
         overrides = {name: getattr(settings, name) for name in run_options if getattr(settings, name) != getattr(usual, name)}
-        stored = row.but(durable=True, on_conflict="reuse", waiters=None, call=None, context=None)
+        stored = row.but(durable=True, on_conflict="reuse", waiters=None, args=None, context=None)
         try:
-            stored.payload = encode_call(row.handler, row.task, cast(Arguments, row.call), self.config.max_payload)
+            stored.payload = encode_call(row.handler, row.task, (row.args or (), row.kwargs), self.config.max_payload)
             stored.options = encode_overrides(row.task, overrides)
         except (TypeError, ValueError) as error:
             log.warning("%s cannot be promoted: %s", label(row), error_text(error))
@@ -5044,7 +5138,7 @@ class Inquiries(Intake):
             if answer.verdict == "created":
                 for name in COLUMNS:
                     setattr(row, name, getattr(stored, name))
-                row.durable, row.call, row.context = True, None, None
+                row.durable, row.args, row.context = True, None, None
                 self.crew.live[row.id] = row
                 promoted.append(row)
                 log.info("%s was promoted: it is stored as a durable job", label(row))
@@ -5329,7 +5423,7 @@ class Engine(Inquiries):
                     task.cancel()
             self.crew.idle.clear()
             await self.clock.wait(self.crew.idle, min(0.1, ends - moment))
-        stuck = [label(job) for job in self.crew.running.values() if job.runner and not job.runner.done()] + [
+        stuck = [label(job) for job in self.crew.running.values() if job.runner] + [
             f"spawned task {name}" for name in self.spawned.values()
         ]
         for name in stuck:
@@ -5488,8 +5582,8 @@ class Job(Generic[R_co]):
             raise TypeError(
                 f"{row.task!r} is not a registered task, and only those can be found again: decorate it with @tinyq.task"
             )
-        if row.call is not None:
-            encode_call(row.handler, row.task, row.call, self._engine.config.max_payload)
+        if row.args is not None:
+            encode_call(row.handler, row.task, (row.args, row.kwargs), self._engine.config.max_payload)
         self._engine.require_running()
         return bool(await self._engine.promote([row]))
 
@@ -5590,6 +5684,7 @@ class TinyQ:
         self._strangers: set[str] = set()  # names of tasks of other processes
         self._reconfigurable = False  # the options given so far may be overridden
         self._bare = functools.lru_cache(256)(make_handler)
+        self._quick: dict[Any, Handler] = {}  # what was handed to enqueue before
 
     # registration
 
@@ -5640,6 +5735,7 @@ class TinyQ:
                 handler.name,
             )
         self._handlers[handler.name] = handler
+        self._quick.clear()
         with contextlib.suppress(TypeError):  # not hashable: it can be enqueued through its Task only
             self._of_functions[handler.fn] = handler
         if self._engine is not None:
@@ -5738,17 +5834,33 @@ class TinyQ:
         handler does not take or an unknown option, PayloadError, PayloadTooLarge, QueueFull, KeyConflict, NotStarted,
         ShuttingDown, StoreError; ValueError for a `tx` that is closed, has no transaction, or is of another file or thread.
         """
-        options = {name: kwargs.pop(name) for name in list(kwargs) if name in CHECKS} if kwargs else {}
-        handler, name = self._find(fn, bool(options.get("durable")) or options.get("tx") is not None)
-        if options and handler is not None and handler.signature is not None:
+        if not kwargs:
+            try:
+                known = self._quick.get(fn)
+            except TypeError:  # not hashable
+                known = None
+            handler = known or self._meet(fn)
+            begun = self._begin(handler, handler.name, args, kwargs, kwargs)
+            return begun if isinstance(begun, Job) else await self._insert(begun, None)
+        options = {name: kwargs.pop(name) for name in list(kwargs) if name in CHECKS}
+        found, name = self._find(fn, bool(options.get("durable")) or options.get("tx") is not None)
+        if options and found is not None and found.signature is not None:
             for option in options:
-                if option in handler.signature.parameters:
+                if option in found.signature.parameters:
                     raise TypeError(
                         f"{option!r} is both an option and a parameter of task {name!r}: "
                         f"write task.options({option}=…).enqueue(…) for the option, task.enqueue({option}=…) for the parameter"
                     )
-        begun = self._begin(handler, name, args, kwargs, check_options(options, f"enqueue({name})") if options else {})
+        begun = self._begin(found, name, args, kwargs, check_options(options, f"enqueue({name})") if options else {})
         return begun if isinstance(begun, Job) else await self._insert(begun, options.get("tx"))
+
+    def _meet(self, fn: Any) -> Handler:
+        """What is enqueued for the first time, without options."""
+        handler = cast(Handler, self._find(fn, False)[0])
+        if len(self._quick) < 1_000 and not isinstance(fn, (str, functools.partial)):
+            with contextlib.suppress(TypeError):  # not hashable
+                self._quick[fn] = handler
+        return handler
 
     def _find(self, fn: Any, durable: bool) -> tuple[Handler | None, str]:
         """The handler behind what was handed to enqueue; None for the name of a task that only other processes know."""
@@ -5763,7 +5875,7 @@ class TinyQ:
                     f"no task is named {fn!r} here{hint(fn, self._handlers)}; only a durable job may leave that to others"
                 )
             if handler is None and fn not in self._strangers:
-                self._meet(text(fn, "a task's name"))
+                self._greet(text(fn, "a task's name"))
             return handler, fn
         try:
             handler = self._of_functions.get(fn) or (make_handler if isinstance(fn, functools.partial) else self._bare)(fn)
@@ -5771,7 +5883,7 @@ class TinyQ:
             handler = make_handler(fn)
         return handler, handler.name
 
-    def _meet(self, name: str) -> None:
+    def _greet(self, name: str) -> None:
         """A name that is unknown here is said once, if it looks like a slip."""
         if len(self._strangers) >= 1_000:
             self._strangers.clear()
@@ -5783,11 +5895,20 @@ class TinyQ:
         self, handler: Handler | None, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]
     ) -> Job[Any] | JobRow:
         """The job, if it could start at once; else the row that is to be inserted."""
-        engine = self._running()
+        engine = self._engine
+        if engine is None or engine.phase != "running" or engine.loop is not asyncio._get_running_loop():
+            engine = self._running()
+        if handler is not None and handler.learned is engine.mark and not options and not kwargs:  # what most calls are
+            settings = handler.settings
+            if settings is not None and settings.simple and handler.fewest <= len(args) <= handler.most:
+                simple = SimpleRow(handler, settings, args, engine.clock.time())
+                return Job(engine, simple, True) if engine.start_at_once(simple, handler, settings) else simple
         if "tx" in options:
             options = {option: value for option, value in options.items() if option != "tx"}
         row = self._make_row(engine, handler, name, args, kwargs, options)
-        return Job(engine, row, True) if engine.start_at_once(row) else row
+        if isinstance(row, SimpleRow) and row.handler is not None and row.settings is not None:
+            return Job(engine, row, True) if engine.start_at_once(row, row.handler, row.settings) else row
+        return row
 
     async def _insert(self, row: JobRow, tx: Any) -> Job[Any]:
         engine = self._running()
@@ -5883,6 +6004,7 @@ class TinyQ:
         try:
             config = configure_from({**self._environment(), **self._given})
             self._bare.cache_clear()
+            self._quick.clear()
             engine = Engine(config, self._handlers)
             configured = () if config.on_dead is None else (hook_from(config.on_dead),)
             engine.crew.after_death = lambda row: engine.call_hooks(
