@@ -1954,7 +1954,8 @@ MIGRATIONS: Final = (
             priority INTEGER NOT NULL,
             run_at INTEGER NOT NULL,
             created INTEGER NOT NULL,
-            state TEXT NOT NULL CHECK (state IN ('pending', 'running', 'done', 'dead', 'cancelled')),
+            state TEXT NOT NULL  -- (IN would build a table of the five for each row)
+                CHECK (state = 'pending' OR state = 'running' OR state = 'done' OR state = 'dead' OR state = 'cancelled'),
             ready INTEGER CHECK ((ready IS NOT NULL) = (state = 'pending')),
             payload TEXT, payload_version INTEGER NOT NULL, options TEXT, headers TEXT,
             key TEXT, expires INTEGER, schedule TEXT, fire_time INTEGER,

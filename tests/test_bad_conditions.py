@@ -139,7 +139,7 @@ async def test_what_runs_goes_on_and_is_settled_later_and_the_next_is_claimed(
     second = await q.enqueue(send, 2, durable=True)
     with condition(file):
         go_on.set()
-        await eventually(lambda: any("cannot be written yet" in line for line in told(caplog)), clock)
+        await eventually(lambda: any("durable outcomes failed and will be tried again" in line for line in told(caplog)), clock)
         for _ in range(50):
             await clock.advance(1)
             await asyncio.sleep(0.002)
