@@ -97,6 +97,7 @@ from typing import (
 )  # fmt: skip
 
 if TYPE_CHECKING:
+    import json
     import random
     import sqlite3
 
@@ -742,9 +743,14 @@ class Settings(Value):
     on_lost: OnLost = "retry"
 
     @functools.cached_property
+    def plain(self) -> bool:
+        """To start at once, and nothing about it that concerns other jobs."""
+        return not self.delay and self.run_at is None and self.expires is None and self.key is None
+
+    @functools.cached_property
     def simple(self) -> bool:
-        """Best-effort, at once, and nothing else about it."""
-        return not self.durable and not self.delay and self.run_at is None and self.expires is None and self.key is None
+        """The same, and best-effort."""
+        return self.plain and not self.durable
 
 
 class Handler(Record):
@@ -801,6 +807,18 @@ class Room(NamedTuple):
                 fragile_left -= fragile
                 picked.append(thing)
         return picked
+
+
+class Plan(Record):
+    """What follows from enqueuing the same thing with the same options again."""
+
+    handler: Handler | None
+    name: str
+    settings: Settings
+    options: str | None  # as they are stored
+
+    def fits(self, args: Sequence[Any]) -> bool:
+        return self.handler is None or self.handler.fewest <= len(args) <= self.handler.most
 
 
 OutcomeKind = Literal[
@@ -977,15 +995,20 @@ def refuse_constant(name: str) -> Never:
 
 
 @functools.cache
-def json_decoder(strict: bool) -> Callable[[str], Any]:
+def json_decoder(strict: bool) -> json.JSONDecoder:
     import json
 
-    return json.JSONDecoder(parse_constant=refuse_constant if strict else None).decode
+    return json.JSONDecoder(parse_constant=refuse_constant if strict else None)
 
 
 def decode_json(text: str, strict: bool = False) -> Any:
     """Strict: without NaN and its like, which Python's module reads."""
-    return json_decoder(strict)(text)
+    decoder = json_decoder(strict)
+    try:
+        value, end = decoder.raw_decode(text)
+    except ValueError:
+        return decoder.decode(text)  # white space before it, or the better message
+    return value if end == len(text) else decoder.decode(text)
 
 
 SIMPLE: Final = frozenset((str, int, bool, type(None)))  # what JSON carries as it is, with nothing in it to look at
@@ -1020,12 +1043,26 @@ def argument_name(handler: Handler | None, position: int) -> str:
     return parameters[position].name if position < len(parameters) else f"args[{position}]"
 
 
+@functools.cache
+def json_writers() -> Mapping[type, Callable[[Any], str]]:
+    """How the values are written that most arguments are. Exact types only: a subclass may mean more than JSON can say."""
+    import json
+
+    return {
+        int: int.__repr__,
+        str: json.encoder.encode_basestring_ascii,
+        bool: lambda value: "true" if value else "false",
+        type(None): lambda value: "null",
+    }
+
+
 def encode_call(handler: Handler | None, name: str, call: Arguments, limit: int) -> str:
     """The JSON of a call. Raises PayloadError (naming task and path) or PayloadTooLarge."""
     args, kwargs = call
-    if len(args) + len(kwargs) < 20 and {*map(type, args), *map(type, kwargs.values())} <= SIMPLE:
-        with contextlib.suppress(ValueError):  # too long a number
-            return within(limit, name, encode_json((args, kwargs)))
+    if not kwargs:
+        writers = json_writers()
+        with contextlib.suppress(KeyError, ValueError):  # another type, or too long a number
+            return within(limit, name, f"[[{','.join([writers[type(value)](value) for value in args])}],{{}}]")
     texts = []
     for path, value in [*((argument_name(handler, i), value) for i, value in enumerate(args)), *kwargs.items()]:
         try:
@@ -2473,6 +2510,7 @@ class Op:
         self.deadline, self.future, self.write, self.look, self.rows, self.now = deadline, future, write, look, rows, now
         self.since = time.monotonic()
         self.then = then  # called with the answer, or None, even if nobody waits any more
+        self.riders: list[tuple[JobRow, asyncio.Future[None]]] = []  # callers with one new row each, who share this operation
 
 
 class Hop:
@@ -2595,6 +2633,8 @@ def in_transaction(db: sqlite3.Connection, namespace: str, ops: Sequence[Op], de
 
 def attempt(db: sqlite3.Connection, op: Op, alone: bool) -> Any:
     """The answer of one operation inside of a unit. An error that it is meant to raise, such as KeyConflict, undoes it alone."""
+    if op.riders:
+        return True
     if op.write is None:
         return [Inserted(row, "created" if row.lease is None else "started") for row in op.rows]
     if alone:
@@ -2955,6 +2995,7 @@ class SQLiteStore:
         self._log_due = False
         self._threads: list[threading.Thread] = []
         self._waiting: list[Op] = []
+        self._carrier: Op | None = None  # the one among them that takes riders
         self._unit: Sequence[Op] = ()
         self._due: int | None = None
         self.on_due: Callable[[sqlite3.Connection, int], None] | None = None  # called in the owner's thread after a commit
@@ -3053,6 +3094,17 @@ class SQLiteStore:
             if connection is not None:
                 await connection.close()
         await joined(self._threads)
+
+    def add(self, row: JobRow, now: int) -> asyncio.Future[None]:
+        """Insert a new row. What insert does, for one row among many from as many callers, at a third of the cost."""
+        carrier = self._carrier
+        if carrier is None or len(carrier.riders) >= GROUP:
+            self._submit(None, now=now)
+            self._carrier = carrier = self._waiting[-1]
+        rider: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        carrier.riders.append((row, rider))
+        carrier.now = now
+        return rider
 
     async def hand_over(self, row: JobRow, now: int, then: Callable[[Sequence[Inserted] | None], None]) -> Inserted:
         """Insert a new row with its lease already on it. `then` hears what came of it, also when the caller has gone."""
@@ -3179,22 +3231,38 @@ class SQLiteStore:
         ops: list[Op] = []
         try:
             while self._waiting:
-                ops, self._waiting = self._waiting[:GROUP], self._waiting[GROUP:]
-                left = [op for op in ops if op.future.cancelled()]
-                self._unit = ops = [op for op in ops if not op.future.cancelled()]
-                self._answer(left)
+                ops = list(self._next_unit())
+                if any(op.future.cancelled() for op in ops):
+                    self._answer([op for op in ops if op.future.cancelled()])
+                    ops = [op for op in ops if not op.future.cancelled()]
+                self._unit = ops
                 await self._hop(writer, functools.partial(self._run_unit, ops=ops))
                 self._answer(ops)
                 if self._log_due:
                     await self._hop(writer, self._log.write_back)
         except BaseException as error:
             self._answer(ops + self._waiting, error)
-            self._waiting = []
+            self._waiting, self._carrier = [], None
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
             self._flushing = None
             self._unit = []
+
+    def _next_unit(self) -> Sequence[Op]:
+        """Off the line, what is written together. Callers who were cancelled by now stay behind."""
+        count = size = 0
+        while count < len(self._waiting) and size < GROUP:
+            op = self._waiting[count]
+            if op.riders:
+                op.riders = [(row, rider) for row, rider in op.riders if not rider.cancelled()]
+                op.rows = [row for row, _ in op.riders]
+            size += len(op.riders) or 1
+            count += 1
+        ops, self._waiting = self._waiting[:count], self._waiting[count:]
+        if self._carrier in ops:
+            self._carrier = None
+        return ops
 
     def _run_unit(self, db: sqlite3.Connection, ops: Sequence[Op]) -> None:
         if file_identity(self.path) != self._identity:  # what is written to a deleted file is gone with the process
@@ -3204,7 +3272,7 @@ class SQLiteStore:
         self._ring(db, ops)
 
     def _answer(self, ops: Sequence[Op], failure: BaseException | None = None) -> None:
-        again = []
+        again: list[Op] = []
         for op in ops:
             error = op.error or failure
             if op.then is not None and (error or op.finished or op.future.done()):
@@ -3212,18 +3280,36 @@ class SQLiteStore:
                 op.then = None
             if op.future.done():
                 continue
-            if error is not None:
-                op.future.set_exception(
-                    StoreError(f"{self.path}: the event loop is going down")
-                    if isinstance(error, asyncio.CancelledError)
-                    else store_error(error, self.path)
-                )
-            elif op.finished:
-                op.future.set_result(op.answer)
-            else:
+            if error is not None and len(op.riders) > 1 and not is_busy(error) and failure is None:
+                again += self._each_alone(op)
+            elif error is not None:
+                for future in [rider for _, rider in op.riders] or [op.future]:
+                    if not future.done():
+                        future.set_exception(self._seen(error))
+            elif not op.finished:
                 op.deadline = min(op.deadline, self._latest)
                 again.append(op)
+            elif op.riders:
+                for _, rider in op.riders:
+                    if not rider.done():
+                        rider.set_result(None)
+            else:
+                op.future.set_result(op.answer)
         self._waiting = again + self._waiting
+
+    def _seen(self, error: BaseException) -> BaseException:
+        if isinstance(error, asyncio.CancelledError):
+            return StoreError(f"{self.path}: the event loop is going down")
+        return store_error(error, self.path)
+
+    def _each_alone(self, carrier: Op) -> Sequence[Op]:
+        """One of the riders has a row that cannot be stored: it must not cost the others theirs."""
+        ops = []
+        for row, rider in carrier.riders:
+            op = Op(carrier.deadline, carrier.future, None, rows=[row], now=carrier.now)
+            op.riders = [(row, rider)]
+            ops.append(op)
+        return ops
 
 
 # ── 17. SQLite store: the pulse ───────────────────────────────────────────────────────────────────────────────────────
@@ -4273,6 +4359,10 @@ class Crew:
     def _settled(self, job: Running, outcome: Outcome, change: Settlement, state: State | None, now: int) -> None:
         if state is None:
             log.warning("%s had lost its lease when it ended: its outcome is dropped", label(job))
+        elif outcome is DONE and state is State.DONE and not change.keep and job.key is None:
+            job.state, job.finished, job.value = IS_DONE, now, None
+            if job.attempts > 1 or job.reason is not None:
+                apply(job, change, now)
         else:
             if outcome is not DONE:
                 report(job, outcome, change)
@@ -4639,6 +4729,13 @@ class Intake:
             row.context = contextvars.copy_context()
         return row
 
+    def planned_row(self, plan: Plan, args: Sequence[Any]) -> JobRow:
+        now, settings = self.clock.time(), plan.settings
+        row = JobRow(new_id(now), plan.name, settings.queue, settings.priority, now, now)
+        row.handler, row.settings, row.durable, row.options = plan.handler, settings, True, plan.options
+        row.payload = encode_call(plan.handler, plan.name, (args, {}), self.config.max_payload)
+        return row
+
     def start_at_once(self, row: SimpleRow, handler: Handler, settings: Settings) -> bool:
         """Start a new best-effort job here and now, if it need not wait for anything."""
         if not self.crew.may_start(self.memory, settings.queue, handler, row.created):
@@ -4670,6 +4767,19 @@ class Intake:
         answers = await tier.store.insert(rows, now)
         tier.wake.set()
         return [answer if self._new_here(answer) else answer._replace(row=self.crew.known(answer.row)) for answer in answers]
+
+    async def add(self, row: JobRow) -> None:
+        """Store one new durable job. (`insert` without what only keys and schedules need.)"""
+        crew, tier = self.crew, cast(Tier, self.durable)
+        store = cast(SQLiteStore, self.durable_store)
+        crew.activity += 1
+        if tier.claiming:
+            if crew.offer(tier, row, row.created):
+                await store.hand_over(row, row.created, functools.partial(crew.take_over, tier, row))
+                return
+            crew.live[row.id] = row
+        await store.add(row, row.created)
+        tier.wake.set()
 
     def _new_here(self, answer: Inserted) -> bool:
         """Whether it is of a row that was not there before; from now on a handle may stand for it."""
@@ -4899,6 +5009,8 @@ class Inquiries(Intake):
         waiter: asyncio.Future[None] = self.loop.create_future()
         row.waiters = [*(row.waiters or ()), waiter]
         self._awaited.add(row)
+        if row.durable:
+            self.crew.live.setdefault(row.id, row)
         try:
             if row.durable and row.tag not in self.crew.running:
                 if self.pulse is not None:
@@ -5686,6 +5798,7 @@ class TinyQ:
         self._reconfigurable = False  # the options given so far may be overridden
         self._bare = functools.lru_cache(256)(make_handler)
         self._quick: dict[Any, Handler] = {}  # what was handed to enqueue before
+        self._plans: dict[Any, Plan] = {}  # the same with options
 
     # registration
 
@@ -5737,6 +5850,7 @@ class TinyQ:
             )
         self._handlers[handler.name] = handler
         self._quick.clear()
+        self._plans.clear()
         with contextlib.suppress(TypeError):  # not hashable: it can be enqueued through its Task only
             self._of_functions[handler.fn] = handler
         if self._engine is not None:
@@ -5843,6 +5957,20 @@ class TinyQ:
             handler = known or self._meet(fn)
             begun = self._begin(handler, handler.name, args, kwargs, kwargs)
             return begun if isinstance(begun, Job) else await self._insert(begun, None)
+        given = (fn, *kwargs.items(), *map(type, kwargs.values()))  # with the types, as True equals 1
+        try:
+            plan = self._plans.get(given)
+        except TypeError:
+            plan = None
+        if plan is not None and plan.fits(args):
+            engine = self._running()
+            row = engine.planned_row(plan, args)
+            await engine.add(row)
+            return Job(engine, row, True)
+        return await self._enqueue(fn, args, kwargs, given)
+
+    async def _enqueue(self, fn: Any, args: Sequence[Any], kwargs: dict[str, Any], given: Any) -> Job[Any]:
+        """With options, or keywords for the handler, or both."""
         options = {name: kwargs.pop(name) for name in list(kwargs) if name in CHECKS}
         found, name = self._find(fn, bool(options.get("durable")) or options.get("tx") is not None)
         if options and found is not None and found.signature is not None:
@@ -5852,8 +5980,19 @@ class TinyQ:
                         f"{option!r} is both an option and a parameter of task {name!r}: "
                         f"write task.options({option}=…).enqueue(…) for the option, task.enqueue({option}=…) for the parameter"
                     )
-        begun = self._begin(found, name, args, kwargs, check_options(options, f"enqueue({name})") if options else {})
-        return begun if isinstance(begun, Job) else await self._insert(begun, options.get("tx"))
+        checked = check_options(options, f"enqueue({name})") if options else {}
+        begun = self._begin(found, name, args, kwargs, checked)
+        if isinstance(begun, Job):
+            return begun
+        if begun.durable and begun.settings is not None and begun.settings.plain and not kwargs and not checked.keys() & PER_JOB:
+            self._remember(given, Plan(handler=found, name=name, settings=begun.settings, options=begun.options))
+        return await self._insert(begun, options.get("tx"))
+
+    def _remember(self, given: Any, plan: Plan) -> None:
+        if len(self._plans) >= 1_000:
+            self._plans.clear()
+        with contextlib.suppress(TypeError):  # an option that is a list, say
+            self._plans[given] = plan
 
     def _meet(self, fn: Any) -> Handler:
         """What is enqueued for the first time, without options."""
@@ -5913,6 +6052,9 @@ class TinyQ:
 
     async def _insert(self, row: JobRow, tx: Any) -> Job[Any]:
         engine = self._running()
+        if tx is None and row.durable and row.key is None:
+            await engine.add(row)
+            return Job(engine, row, True)
         [answer] = await (engine.insert([row]) if tx is None else engine.insert_within(tx, [row]))
         return Job(engine, answer.row, answer.verdict in ("created", "started"))
 
@@ -6006,6 +6148,7 @@ class TinyQ:
             config = configure_from({**self._environment(), **self._given})
             self._bare.cache_clear()
             self._quick.clear()
+            self._plans.clear()
             engine = Engine(config, self._handlers)
             configured = () if config.on_dead is None else (hook_from(config.on_dead),)
             engine.crew.after_death = lambda row: engine.call_hooks(
