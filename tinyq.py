@@ -2732,21 +2732,20 @@ class LogFile:
         SQLite's own waiting looks once, and starves.)"""
         cut, deadline = self._size() > LOG_BYTES, time.monotonic() + 0.05
         try:
-            busy, frames, _ = db.execute(f"PRAGMA wal_checkpoint({'TRUNCATE' if cut else 'PASSIVE'})").fetchone()
+            busy, frames, done = db.execute(f"PRAGMA wal_checkpoint({'TRUNCATE' if cut else 'PASSIVE'})").fetchone()
             while cut and busy and time.monotonic() < deadline:
                 time.sleep(0.002)
-                busy, frames, _ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+                busy, frames, done = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         except Exception as error:
-            frames = -1
+            frames = done = -1
             if not self._failed and not is_busy(error):
                 self._failed = True
                 log.warning("%s cannot be written back into the database, and grows: %s", self._path, error_text(error))
         else:
             self._failed = False
-        if frames > 0:
-            written = frames - self._frames if frames > self._frames else frames  # since it began anew, in the latter case
-            self._enough = min(10_000, max(1, self._units * LOG_PAGES // written))
-        self._units, self._frames = 0, max(frames, 0)
+        if frames > self._frames:
+            self._enough = min(10_000, max(1, self._units * LOG_PAGES // (frames - self._frames)))
+        self._units, self._frames = 0, 0 if done == frames else frames  # written back wholly, it is going to begin anew
         self._next_size = max(LOG_BYTES, self._size() + LOG_BYTES // 4)
 
 
