@@ -67,6 +67,7 @@ import math
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -547,6 +548,7 @@ class Health(Value):
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]  # of a call: positions, keywords
 
 
+two_words: Final = struct.Struct(">QQ").pack
 _drawn: list[int] = []  # random ends of the ids to come
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_drawn.clear)  # or parent and child would give the same ids
@@ -556,7 +558,7 @@ def new_id(now: int) -> bytes:
     """A UUID version 7 (RFC 9562): milliseconds, then 12 bits that hold the microseconds, then 62 random bits. Sorts by time."""
     if not _drawn:
         _drawn.extend(0x8000000000000000 | number >> 2 for number in memoryview(os.urandom(2048)).cast("Q"))
-    return ((now // 1000 << 16 | 0x7000 | now % 1000) << 64 | _drawn.pop()).to_bytes(16, "big")
+    return two_words(now // 1000 << 16 | 0x7000 | now % 1000, _drawn.pop())
 
 
 class Lazily:
@@ -816,6 +818,7 @@ class Plan(Record):
     name: str
     settings: Settings
     options: str | None  # as they are stored
+    lane: int
 
     def fits(self, args: Sequence[Any]) -> bool:
         return self.handler is None or self.handler.fewest <= len(args) <= self.handler.most
@@ -1061,8 +1064,12 @@ def encode_call(handler: Handler | None, name: str, call: Arguments, limit: int)
     args, kwargs = call
     if not kwargs:
         writers = json_writers()
-        with contextlib.suppress(KeyError, ValueError):  # another type, or too long a number
-            return within(limit, name, f"[[{','.join([writers[type(value)](value) for value in args])}],{{}}]")
+        try:
+            text = f"[[{','.join([writers[type(value)](value) for value in args])}],{{}}]"
+        except (KeyError, ValueError):  # another type, or too long a number
+            pass
+        else:
+            return text if len(text) <= limit else within(limit, name, text)
     texts = []
     for path, value in [*((argument_name(handler, i), value) for i, value in enumerate(args)), *kwargs.items()]:
         try:
@@ -2183,8 +2190,9 @@ def insert_new(db: sqlite3.Connection, namespace: str, rows: Iterable[JobRow], n
     db.executemany(
         INSERT_NEW,
         [
-            (row.id, namespace, row.task, row.queue, lane_of(namespace, row.queue, row.task), row.priority, row.run_at,
-             row.created, LATER if row.run_at > now else CLAIMABLE, row.payload, row.payload_version, row.options, row.expires)
+            (row.id, namespace, row.task, row.queue, row.lane or lane_of(namespace, row.queue, row.task), row.priority,
+             row.run_at, row.created, LATER if row.run_at > now else CLAIMABLE, row.payload, row.payload_version, row.options,
+             row.expires)
             for row in rows
         ],
     )  # fmt: skip
@@ -2997,6 +3005,7 @@ class SQLiteStore:
         self._carrier: Op | None = None  # the one among them that takes riders
         self._unit: Sequence[Op] = ()
         self._due: int | None = None
+        self.on_added: Callable[[], object] = bool  # called in the loop when riders have been answered
         self.on_due: Callable[[sqlite3.Connection, int], None] | None = None  # called in the owner's thread after a commit
         self._latest = math.inf
         self._flushing: asyncio.Task[None] | None = None
@@ -3105,12 +3114,13 @@ class SQLiteStore:
         carrier.now = now
         return rider
 
-    async def hand_over(self, row: JobRow, now: int, then: Callable[[Sequence[Inserted] | None], None]) -> Inserted:
+    def hand_over(
+        self, row: JobRow, now: int, then: Callable[[Sequence[Inserted] | None], None]
+    ) -> asyncio.Future[Sequence[Inserted]]:
         """Insert a new row with its lease already on it. `then` hears what came of it, also when the caller has gone."""
         if self._writer is None:
             then(None)
-        [answer] = await self._submit(None, rows=[row], now=now, then=then)
-        return cast(Inserted, answer)
+        return self._submit(None, rows=[row], now=now, then=then)
 
     async def insert_within(self, tx: Any, rows: Sequence[JobRow], now: int) -> Sequence[Inserted]:
         """Insert in the caller's transaction: in this thread on a sqlite3 connection, in its own on an aiosqlite one."""
@@ -3130,7 +3140,11 @@ class SQLiteStore:
         """In a forked child: nothing goes through the parent's connections, and they are never closed."""
         _open.extend((self._writer, self._reader, self._flushing, self._waiting))
         self._writer = self._reader = self._flushing = None
-        self._waiting = []
+        self._waiting, self._carrier = [], None
+
+    async def exists(self, id: bytes) -> bool:
+        """Whether there is such a row, once all that was handed in before has been written."""
+        return await self._write(lambda db: bool(read_rows(db, self._namespace, [id])))
 
     def hurry(self, seconds: float) -> None:
         """From now on nothing waits longer than this for the write lock, what waits already included."""
@@ -3292,6 +3306,7 @@ class SQLiteStore:
                 for _, rider in op.riders:
                     if not rider.done():
                         rider.set_result(None)
+                self.on_added()
             else:
                 op.future.set_result(op.answer)
         self._waiting = again + self._waiting
@@ -4732,6 +4747,7 @@ class Intake:
         now, settings = self.clock.time(), plan.settings
         row = JobRow(new_id(now), plan.name, settings.queue, settings.priority, now, now)
         row.handler, row.settings, row.durable, row.options = plan.handler, settings, True, plan.options
+        row.lane = plan.lane
         row.payload = encode_call(plan.handler, plan.name, (args, {}), self.config.max_payload)
         return row
 
@@ -4762,23 +4778,24 @@ class Intake:
             return answers
         tier, now = self.require_durable(), self.clock.time()
         if len(rows) == 1 and self.durable_store is not None and is_new(rows[0]) and self.crew.offer(tier, rows[0], now):
-            return [await self.durable_store.hand_over(rows[0], now, functools.partial(self.crew.take_over, tier, rows[0]))]
+            return cast(
+                "list[Inserted]",
+                await self.durable_store.hand_over(rows[0], now, functools.partial(self.crew.take_over, tier, rows[0])),
+            )
         answers = await tier.store.insert(rows, now)
         tier.wake.set()
         return [answer if self._new_here(answer) else answer._replace(row=self.crew.known(answer.row)) for answer in answers]
 
-    async def add(self, row: JobRow) -> None:
+    def add(self, row: JobRow) -> asyncio.Future[Any]:
         """Store one new durable job. (`insert` without what only keys and schedules need.)"""
         crew, tier = self.crew, cast(Tier, self.durable)
         store = cast(SQLiteStore, self.durable_store)
         crew.activity += 1
         if tier.claiming:
             if crew.offer(tier, row, row.created):
-                await store.hand_over(row, row.created, functools.partial(crew.take_over, tier, row))
-                return
+                return store.hand_over(row, row.created, functools.partial(crew.take_over, tier, row))
             crew.live[row.id] = row
-        await store.add(row, row.created)
-        tier.wake.set()
+        return store.add(row, row.created)
 
     def _new_here(self, answer: Inserted) -> bool:
         """Whether it is of a row that was not there before; from now on a handle may stand for it."""
@@ -4985,6 +5002,12 @@ class Inquiries(Intake):
                 return self.crew.running[id]
             found = [self.crew.known(row) for row in await self.durable.store.get([id])]
         return found[0] if found else None
+
+    async def exists(self, row: JobRow) -> bool:
+        if not row.durable:
+            return bool(await self.memory_store.get([row.id]))
+        self.require_durable()
+        return await cast(SQLiteStore, self.durable_store).exists(row.id)
 
     def settings_for(self, row: JobRow) -> Settings:
         if row.settings is None:
@@ -5302,6 +5325,7 @@ class Engine(Inquiries):
                 claiming=self.config.worker,
                 hungry=self.config.worker,  # what it left is not known before the first claim
             )
+            self.durable_store.on_added = self.durable.wake.set
             self.crew.tiers.append(self.durable)
             self._begin_pulse(self.durable_store)
         for handler in self.handlers.values():
@@ -5675,6 +5699,10 @@ class Job(Generic[R_co]):
             raise NoResult(f"job {self.id} is done and its result was not kept: set result_ttl to read it from anywhere")
         return cast(R_co, decode_json(row.result))
 
+    async def exists(self) -> bool:
+        """Whether the job is stored, now that all earlier writes are done. False, too, once it has ended and was not kept."""
+        return await self._engine.exists(self._row)
+
     async def cancel(self) -> bool:
         """Take a pending job out, or cancel a running handler and wait until it has stopped. True if it is cancelled now."""
         return await self._engine.cancel(self._row)
@@ -5947,6 +5975,9 @@ class TinyQ:
         durable job is committed; with `tx`, when you commit. Raises before anything is stored: TypeError for arguments the
         handler does not take or an unknown option, PayloadError, PayloadTooLarge, QueueFull, KeyConflict, NotStarted,
         ShuttingDown, StoreError; ValueError for a `tx` that is closed, has no transaction, or is of another file or thread.
+
+        Cancelled while it waits for the database, it leaves a whole job or none: the CancelledError has the handle as `job`,
+        and `await error.job.exists()` tells.
         """
         if not kwargs:
             try:
@@ -5963,9 +5994,7 @@ class TinyQ:
             plan = None
         if plan is not None and plan.fits(args):
             engine = self._running()
-            row = engine.planned_row(plan, args)
-            await engine.add(row)
-            return Job(engine, row, True)
+            return await self._add(engine, engine.planned_row(plan, args))
         return await self._enqueue(fn, args, kwargs, given)
 
     async def _enqueue(self, fn: Any, args: Sequence[Any], kwargs: dict[str, Any], given: Any) -> Job[Any]:
@@ -5984,7 +6013,8 @@ class TinyQ:
         if isinstance(begun, Job):
             return begun
         if begun.durable and begun.settings is not None and begun.settings.plain and not kwargs and not checked.keys() & PER_JOB:
-            self._remember(given, Plan(handler=found, name=name, settings=begun.settings, options=begun.options))
+            lane = lane_of(cast(Engine, self._engine).config.namespace, begun.queue, name)
+            self._remember(given, Plan(handler=found, name=name, settings=begun.settings, options=begun.options, lane=lane))
         return await self._insert(begun, options.get("tx"))
 
     def _remember(self, given: Any, plan: Plan) -> None:
@@ -6049,12 +6079,24 @@ class TinyQ:
             return Job(engine, row, True) if engine.start_at_once(row, row.handler, row.settings) else row
         return row
 
+    async def _add(self, engine: Engine, row: JobRow) -> Job[Any]:
+        job: Job[Any] = Job(engine, row, True)
+        try:
+            await engine.add(row)
+        except asyncio.CancelledError as error:
+            cast(Any, error).job = job
+            raise
+        return job
+
     async def _insert(self, row: JobRow, tx: Any) -> Job[Any]:
         engine = self._running()
         if tx is None and row.durable and row.key is None:
-            await engine.add(row)
-            return Job(engine, row, True)
-        [answer] = await (engine.insert([row]) if tx is None else engine.insert_within(tx, [row]))
+            return await self._add(engine, row)
+        try:
+            [answer] = await (engine.insert([row]) if tx is None else engine.insert_within(tx, [row]))
+        except asyncio.CancelledError as error:
+            cast(Any, error).job = Job(engine, row, True)
+            raise
         return Job(engine, answer.row, answer.verdict in ("created", "started"))
 
     def _make_row(
