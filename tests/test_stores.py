@@ -594,15 +594,17 @@ async def test_jobs_that_cannot_start_are_in_nobodys_way(store: Store, obstacle:
 
 
 async def test_lanes_of_one_task_are_claimed_together(store: Store) -> None:
-    rows = [job(lane=lane, priority=p) for p, lane in [(5, "b"), (4, ""), (3, "a"), (2, "b"), (1, "")]]
+    first = tinyq.lane_of("default", job().queue, job().task)
+    rows = [job(lane=first + lane, priority=p) for p, lane in [(5, 2), (4, 0), (3, 1), (2, 2), (1, 0)]]
     await store.insert(rows, NOW)
     assert [row.priority for row in await claim(store, room(4))] == [5, 4, 3, 2]
 
 
 async def test_every_lane_is_found(store: Store) -> None:
-    lanes = list(itertools.product(("a", "b", "c"), ("x", "y", "z"), ("", "m", "n")))
+    lanes = list(itertools.product(("a", "b", "c"), ("x", "y", "z"), (0, 1, 2)))
     random.Random(3).shuffle(lanes)
-    rows = [job(task, queue=queue, lane=lane) for queue, task, lane in lanes[:20]]
+    first = tinyq.lane_of
+    rows = [job(task, queue=queue, lane=first("default", queue, task) + lane) for queue, task, lane in lanes[:20]]
     await store.insert(rows, NOW)
     taken = await claim(store, room(100, dict.fromkeys("xyz", False)))
     assert [row.id for row in taken] == [row.id for row in rows]
