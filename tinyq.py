@@ -2726,7 +2726,7 @@ class LogFile:
     def due(self) -> bool:
         """Asked once after each unit, in the owner's thread."""
         self._units += 1
-        return self._units >= self._enough or self._size() >= self._next_size
+        return self._units >= self._enough or (self._units % 16 == 0 and self._size() >= self._next_size)
 
     def _size(self) -> int:
         try:
