@@ -3218,13 +3218,13 @@ class SQLiteStore:
         look: Callable[[sqlite3.Connection], T | None] | None = None,
         patience: float | None = None,
     ) -> T:
-        return cast(T, await self._submit(write, look, PATIENCE if patience is None else patience))
+        return cast(T, await self._submit(write, look, patience))
 
     def _submit(
         self,
         write: Callable[[sqlite3.Connection], Any] | None,
         look: Callable[[sqlite3.Connection], Any] | None = None,
-        patience: float = PATIENCE,
+        patience: float | None = None,
         rows: Sequence[JobRow] = (),
         now: int = 0,
         then: Callable[[Any], None] | None = None,
@@ -3233,6 +3233,7 @@ class SQLiteStore:
         if self._writer is None:
             raise StoreError(f"{self.path} is closed")
         loop = asyncio.get_running_loop()
+        patience = PATIENCE if patience is None else patience
         op = Op(min(self._latest, time.monotonic() + patience), loop.create_future(), write, look, rows, now, then)
         self._waiting.append(op)
         if self._flushing is None:
