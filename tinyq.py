@@ -814,13 +814,17 @@ class Room(NamedTuple):
 class Plan(Record):
     """What follows from enqueuing the same thing with the same options again."""
 
+    given: Mapping[str, Any]  # the options, as they were given
+    kinds: Sequence[type]  # of their values, as True equals 1
     handler: Handler | None
     name: str
     settings: Settings
     options: str | None  # as they are stored
     lane: int
 
-    def fits(self, args: Sequence[Any]) -> bool:
+    def fits(self, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+        if given != self.given or [*map(type, given.values())] != self.kinds:
+            return False
         return self.handler is None or self.handler.fewest <= len(args) <= self.handler.most
 
 
@@ -5826,7 +5830,7 @@ class TinyQ:
         self._reconfigurable = False  # the options given so far may be overridden
         self._bare = functools.lru_cache(256)(make_handler)
         self._quick: dict[Any, Handler] = {}  # what was handed to enqueue before
-        self._plans: dict[Any, Plan] = {}  # the same with options
+        self._plans: dict[Any, Sequence[Plan]] = {}  # the same with options
 
     # registration
 
@@ -5988,18 +5992,21 @@ class TinyQ:
             handler = known or self._meet(fn)
             begun = self._begin(handler, handler.name, args, kwargs, kwargs)
             return begun if isinstance(begun, Job) else await self._insert(begun, None)
-        given = (fn, *kwargs.items(), *map(type, kwargs.values()))  # with the types, as True equals 1
-        try:
-            plan = self._plans.get(given)
-        except TypeError:
-            plan = None
-        if plan is not None and plan.fits(args):
-            engine = self._running()
-            return await self._add(engine, engine.planned_row(plan, args))
-        return await self._enqueue(fn, args, kwargs, given)
+        for plan in self._plans_of(fn):
+            if plan.fits(args, kwargs):
+                engine = self._running()
+                return await self._add(engine, engine.planned_row(plan, args))
+        return await self._enqueue(fn, args, kwargs)
 
-    async def _enqueue(self, fn: Any, args: Sequence[Any], kwargs: dict[str, Any], given: Any) -> Job[Any]:
+    def _plans_of(self, fn: Any) -> Sequence[Plan]:
+        try:
+            return self._plans.get(fn, ())
+        except TypeError:  # not hashable
+            return ()
+
+    async def _enqueue(self, fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Job[Any]:
         """With options, or keywords for the handler, or both."""
+        given = dict(kwargs)
         options = {name: kwargs.pop(name) for name in list(kwargs) if name in CHECKS}
         found, name = self._find(fn, bool(options.get("durable")) or options.get("tx") is not None)
         if options and found is not None and found.signature is not None:
@@ -6014,15 +6021,24 @@ class TinyQ:
         if isinstance(begun, Job):
             return begun
         if begun.durable and begun.settings is not None and begun.settings.plain and not kwargs and not checked.keys() & PER_JOB:
-            lane = lane_of(cast(Engine, self._engine).config.namespace, begun.queue, name)
-            self._remember(given, Plan(handler=found, name=name, settings=begun.settings, options=begun.options, lane=lane))
+            self._remember(fn, given, begun)
         return await self._insert(begun, options.get("tx"))
 
-    def _remember(self, given: Any, plan: Plan) -> None:
+    def _remember(self, fn: Any, given: Mapping[str, Any], row: JobRow) -> None:
+        lane = lane_of(cast(Engine, self._engine).config.namespace, row.queue, row.task)
+        plan = Plan(
+            given=given,
+            kinds=[*map(type, given.values())],
+            handler=row.handler,
+            name=row.task,
+            settings=cast(Settings, row.settings),
+            options=row.options,
+            lane=lane,
+        )
         if len(self._plans) >= 1_000:
             self._plans.clear()
-        with contextlib.suppress(TypeError):  # an option that is a list, say
-            self._plans[given] = plan
+        with contextlib.suppress(TypeError):  # not hashable
+            self._plans[fn] = [plan, *self._plans.get(fn, ())][:8]
 
     def _meet(self, fn: Any) -> Handler:
         """What is enqueued for the first time, without options."""
