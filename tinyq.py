@@ -2130,8 +2130,8 @@ COUNTS: Final = (
 LIGHT: Final = ", ".join("NULL" if column in ("payload", "result") else column for column in COLUMNS)
 # With the moment said twice SQLite begins where it is in the index: it does not look into a comparison of row values.
 DEAD_ROWS: Final = (
-    f"SELECT {LIGHT} FROM tinyq_jobs WHERE namespace = ?1 AND state = 'dead' AND finished <= ?3 AND (finished, seq) < (?3, ?4) "
-    "AND (?2 IS NULL OR task = ?2) ORDER BY finished DESC, seq DESC LIMIT ?5"
+    f"SELECT {LIGHT} FROM tinyq_jobs WHERE namespace = :namespace AND state = 'dead' AND finished <= :finished "
+    "AND (finished, seq) < (:finished, :seq) AND (:task IS NULL OR task = :task) ORDER BY finished DESC, seq DESC LIMIT :limit"
 )
 PAUSE: Final = "INSERT OR IGNORE INTO tinyq_paused (namespace, queue) VALUES (?, ?)"
 RESUME: Final = "DELETE FROM tinyq_paused WHERE namespace = ? AND queue = ?"
@@ -3073,7 +3073,8 @@ class SQLiteStore:
         return await self._read(lambda db: list_rows(db, self._namespace, state, lease_before, limit))
 
     async def dead(self, task: str | None, before: tuple[int, int], limit: int) -> Sequence[JobRow]:
-        values = (self._namespace, task, *before, limit)
+        finished, seq = before
+        values = {"namespace": self._namespace, "task": task, "finished": finished, "seq": seq, "limit": limit}
         return [as_row(found) for found in await self._read(lambda db: db.execute(DEAD_ROWS, values).fetchall())]
 
     async def counts(self, now: int) -> Sequence[Count]:
