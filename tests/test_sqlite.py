@@ -264,6 +264,23 @@ async def test_writes_are_as_synchronous_as_asked_for(path: str, spy: Spy, optio
     assert levels == {level}
 
 
+async def test_only_claims_and_renewals_need_not_wait_for_the_disk(path: str, spy: Spy) -> None:
+    levels: list[int] = []
+
+    def look(db: sqlite3.Connection, sql: str) -> None:
+        if sql.startswith("COMMIT"):
+            levels.append(sqlite3.Connection.execute(db, "PRAGMA synchronous").fetchone()[0])
+
+    async with opened(path) as store:
+        spy.before = look
+        await store.insert([job(), job()], NOW)
+        claimed = await store.claim(Room(2, {}, 2, 1, {"send": False}), "w1", LEASE, NOW)
+        await store.extend([(row.seq, row.claim_no, None) for row in claimed.rows], LEASE + 1)
+        await store.requeue([row.id for row in claimed.rows], NOW)
+    assert len(claimed.rows) == 2
+    assert levels == [2, 1, 1, 2]
+
+
 async def test_no_connection_leaves_waiting_to_sqlite(path: str, spy: Spy) -> None:
     waits = set()
     spy.before = lambda db, sql: waits.add(sqlite3.Connection.execute(db, "PRAGMA busy_timeout").fetchone()[0])
