@@ -2019,7 +2019,7 @@ MIGRATIONS: Final = (
         # Only what may start now is in the claim index: its size, and so the cost of a claim, ignores everything else.
         "CREATE INDEX tinyq_claim ON tinyq_jobs (lane, priority DESC, run_at) WHERE ready = 1",
         "CREATE INDEX tinyq_later ON tinyq_jobs (namespace, run_at, priority DESC) WHERE ready = 0",
-        "CREATE INDEX tinyq_fragile ON tinyq_jobs (namespace, priority DESC, run_at) WHERE ready = 3",
+        "CREATE INDEX tinyq_fragile ON tinyq_jobs (lane, priority DESC, run_at) WHERE ready = 3",
         "CREATE INDEX tinyq_leases ON tinyq_jobs (lease) WHERE state = 'running'",
         "CREATE UNIQUE INDEX tinyq_keys ON tinyq_jobs (namespace, task, key, state) WHERE key IS NOT NULL AND finished IS NULL",
         "CREATE INDEX tinyq_occurrences ON tinyq_jobs (namespace, schedule) WHERE schedule IS NOT NULL AND finished IS NULL",
@@ -2061,7 +2061,12 @@ FIRE: Final = (
 )
 OVERLAP: Final = "SELECT 1 FROM tinyq_jobs WHERE namespace = ? AND schedule = ? AND finished IS NULL LIMIT 1"
 
-# The claim. The recursion jumps from one non-empty lane of the namespace to the next, whatever is in them.
+# The claim. First whether there is anything at all: what comes due next, and the lowest lane (0: a stray) of each claim index.
+EDGES: Final = (
+    "SELECT (SELECT min(run_at) FROM tinyq_jobs WHERE ready = 0 AND namespace = ?), "
+    "(SELECT min(lane) FROM tinyq_jobs WHERE ready = 1), (SELECT min(lane) FROM tinyq_jobs WHERE ready = 3)"
+)
+# The recursion jumps from one non-empty lane of the namespace to the next, whatever is in them.
 LANES: Final = """
 WITH RECURSIVE head(lane) AS (
     SELECT min(lane) FROM tinyq_jobs WHERE ready = 1 AND lane BETWEEN :first AND :last
@@ -2071,19 +2076,19 @@ WITH RECURSIVE head(lane) AS (
 ) SELECT j.queue, j.task, head.lane FROM head LEFT JOIN tinyq_jobs j
     ON j.seq = (SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.lane = head.lane LIMIT 1)
     WHERE head.lane IS NOT NULL AND coalesce(j.namespace, :namespace) = :namespace"""
-STRAYS: Final = "SELECT seq, namespace, queue, task FROM tinyq_jobs WHERE ready = 1 AND lane = 0 LIMIT 500"
 LANE_HEADS: Final = (
     "SELECT priority, run_at, seq FROM tinyq_jobs WHERE ready = 1 AND lane = ? ORDER BY priority DESC, run_at, seq LIMIT ?"
 )
-FRAGILE_HEADS: Final = (
-    "SELECT priority, run_at, seq, queue, task, 1 FROM tinyq_jobs WHERE ready = 3 AND namespace = ? "
-    "ORDER BY priority DESC, run_at, seq"
+FRAGILE_LANES: Final = LANES.replace("ready = 1", "ready = 3")  # a partial index is used only where its condition is spelled out
+FRAGILE_HEADS: Final = LANE_HEADS.replace("ready = 1", "ready = 3")
+STRAYS: Final = (
+    "SELECT seq, namespace, queue, task FROM tinyq_jobs WHERE ready = 1 AND lane = 0 UNION ALL "
+    "SELECT seq, namespace, queue, task FROM tinyq_jobs WHERE ready = 3 AND lane = 0 LIMIT 500"
 )
 COME_DUE: Final = (
     "UPDATE tinyq_jobs SET ready = CASE WHEN lost > 0 THEN 3 ELSE 1 END WHERE seq IN (SELECT seq FROM tinyq_jobs "
     "WHERE ready = 0 AND namespace = ? AND run_at <= ? ORDER BY run_at, priority DESC LIMIT 500)"
 )
-NEXT_AT: Final = "SELECT min(run_at) FROM tinyq_jobs WHERE ready = 0 AND namespace = ?"
 CLAIMED: Final = "seq, id, task, queue, priority, run_at, created, payload"  # and, as `special`, whether there is more to know
 CLAIM: Final = (
     "UPDATE tinyq_jobs SET state = 'running', ready = NULL, worker = ?, lease = ?, started = ?, claim_no = claim_no + 1, "
@@ -2262,10 +2267,12 @@ def same_key(db: sqlite3.Connection, row: JobRow, state: State) -> JobRow | None
     return as_row(found) if found else None
 
 
-def lanes_with_room(db: sqlite3.Connection, namespace: str, room: Room) -> tuple[list[tuple[str, str, str, int]], bool]:
+def lanes_with_room(
+    db: sqlite3.Connection, namespace: str, room: Room, select: str = LANES
+) -> tuple[list[tuple[str, str, int, int]], bool]:
     """(queue, task, lane, most that may start) of the lanes that have room; and whether there are others that are served here."""
     lanes, full = [], False
-    for queue_name, task_name, lane in db.execute(LANES, lane_range(namespace)).fetchall():
+    for queue_name, task_name, lane in db.execute(select, lane_range(namespace)).fetchall():
         if queue_name is None:  # the index holds what the table does not: each look would find it again
             raise StoreError("due jobs were found and none can be claimed: see PRAGMA integrity_check, and REINDEX")
         if (most := room.free(queue_name, task_name)) > 0:
@@ -2275,28 +2282,33 @@ def lanes_with_room(db: sqlite3.Connection, namespace: str, room: Room) -> tuple
     return lanes, full
 
 
-def fragile_heads(db: sqlite3.Connection, namespace: str, room: Room) -> list[tuple[int, int, int, str, str, bool]]:
-    """The first fragile row of each queue and task that has room."""
-    best: dict[tuple[str, str], Any] = {}
-    for head in db.execute(FRAGILE_HEADS, (namespace,)):
-        if room.free(head[3], head[4]) > 0:
-            best.setdefault((head[3], head[4]), head)
-    return list(best.values())
+def due_lanes(
+    db: sqlite3.Connection, namespace: str, room: Room, first: int | None, first_fragile: int | None
+) -> tuple[list[tuple[str, str, int, int]], list[tuple[str, str, int, int]], bool]:
+    """The lanes that have room, those of fragile rows apart, and whether there are others. `first`: see EDGES."""
+    lanes, full = lanes_with_room(db, namespace, room) if first is not None else ([], False)
+    if first_fragile is None:
+        return lanes, [], full
+    fragile, full_too = lanes_with_room(db, namespace, room, FRAGILE_LANES)
+    return lanes, fragile, full or full_too
 
 
-def candidates(db: sqlite3.Connection, namespace: str, room: Room) -> tuple[list[int], bool]:
+def candidates(
+    db: sqlite3.Connection, namespace: str, room: Room, first: int | None, first_fragile: int | None
+) -> tuple[list[int], bool]:
     """The seqs a claim would take: the heads of every lane that has room, merged by priority, time and sequence. And whether
     something due may be left."""
-    lanes, more = lanes_with_room(db, namespace, room)
+    lanes, fragile, more = due_lanes(db, namespace, room, first, first_fragile)
     heads: list[tuple[int, int, int, str, str, bool]] = []
-    fragile = fragile_heads(db, namespace, room)
     for queue_name, task_name, lane, most in lanes:
         found = db.execute(LANE_HEADS, (lane, most)).fetchall()
         more = more or len(found) == most
         if len(lanes) == 1 and not fragile:
             return [seq for _, _, seq in found], more
         heads += [(*head, queue_name, task_name, False) for head in found]
-    heads += fragile if room.fragile > 0 else ()
+    for queue_name, task_name, lane, most in fragile if room.fragile > 0 else ():
+        found = db.execute(FRAGILE_HEADS, (lane, min(most, room.fragile))).fetchall()
+        heads += [(*head, queue_name, task_name, True) for head in found]
     heads.sort(key=lambda head: (-head[0], head[1], head[2]))
     picked = room.pick((queue_name, task_name, fragile, seq) for _, _, seq, queue_name, task_name, fragile in heads)
     return picked, more or bool(fragile) or len(picked) < len(heads)
@@ -2304,23 +2316,27 @@ def candidates(db: sqlite3.Connection, namespace: str, room: Room) -> tuple[list
 
 def look_for_due(db: sqlite3.Connection, namespace: str, room: Room, now: int) -> Claimed | None:
     """The answer of a claim that would take nothing and write nothing; None if it would."""
-    next_at = db.execute(NEXT_AT, (namespace,)).fetchone()[0]
-    lanes, full = lanes_with_room(db, namespace, room)
-    fragile = fragile_heads(db, namespace, room)
-    if (next_at is not None and next_at <= now) or lanes or (fragile and room.fragile > 0) or db.execute(STRAYS).fetchone():
+    next_at, first, first_fragile = db.execute(EDGES, (namespace,)).fetchone()
+    if (next_at is not None and next_at <= now) or first == 0 or first_fragile == 0:
         return None
-    return Claimed((), next_at, full or bool(fragile))
+    lanes, fragile, full = due_lanes(db, namespace, room, first, first_fragile)
+    return None if lanes or (fragile and room.fragile > 0) else Claimed((), next_at, full or bool(fragile))
 
 
 def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, lease: int, now: int) -> Claimed:
-    moved = db.execute(COME_DUE, (namespace, now)).rowcount
-    if strays := db.execute(STRAYS).fetchall():
-        lanes = [(lane_of(*where), seq) for seq, *where in strays]
+    next_at, first, first_fragile = db.execute(EDGES, (namespace,)).fetchone()
+    if next_at is not None and next_at <= now:
+        moved = db.execute(COME_DUE, (namespace, now)).rowcount
+        next_at, first, first_fragile = db.execute(EDGES, (namespace,)).fetchone()
+        next_at = now if moved == 500 else next_at
+    if first == 0 or first_fragile == 0:
+        lanes = [(lane_of(*where), seq) for seq, *where in db.execute(STRAYS).fetchall()]
         db.executemany("UPDATE tinyq_jobs SET lane = ? WHERE seq = ?", lanes)
-    seqs, more = candidates(db, namespace, room)
+        next_at = now if len(lanes) == 500 else next_at
+    seqs, more = candidates(db, namespace, room, first, first_fragile)
     rows = [claimed_row(db, values, worker, lease, now) for values in take(db, namespace, seqs, worker, lease, now)]
     rows.sort(key=lambda row: (-row.priority, row.run_at, row.seq))  # RETURNING has no order
-    return Claimed(rows, now if moved == 500 else db.execute(NEXT_AT, (namespace,)).fetchone()[0], more)
+    return Claimed(rows, next_at, more)
 
 
 def take(db: sqlite3.Connection, namespace: str, seqs: Sequence[int], worker: str, lease: int, now: int) -> Sequence[Any]:
@@ -2340,9 +2356,10 @@ def claimed_row(db: sqlite3.Connection, values: Sequence[Any], worker: str, leas
 def unknown_heads(db: sqlite3.Connection, namespace: str, known: Iterable[str]) -> dict[int, str]:
     """The first due job of each lane whose task is not among the known ones: seq and task."""
     heads: dict[int, str] = {}
-    for _, task_name, lane in db.execute(LANES, lane_range(namespace)).fetchall():
-        if task_name not in known:
-            heads |= {seq: task_name for _, _, seq in db.execute(LANE_HEADS, (lane, 1))}
+    for lanes, lane_heads in ((LANES, LANE_HEADS), (FRAGILE_LANES, FRAGILE_HEADS)):
+        for _, task_name, lane in db.execute(lanes, lane_range(namespace)).fetchall():
+            if task_name not in known:
+                heads |= {seq: task_name for _, _, seq in db.execute(lane_heads, (lane, 1))}
     return heads
 
 

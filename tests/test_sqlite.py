@@ -936,9 +936,14 @@ async def test_no_statement_of_daily_work_scans_the_jobs(watched: SQLiteStore, s
     [
         ("LANES", tinyq.lane_range("default"), "tinyq_claim (lane>?"),
         ("LANE_HEADS", (tinyq.lane_of("default", "q1", "send"), 5), "tinyq_claim (lane=?)"),
-        ("FRAGILE_HEADS", ("default",), "tinyq_fragile (namespace=?)"),
+        ("FRAGILE_LANES", tinyq.lane_range("default"), "tinyq_fragile (lane>?"),
+        ("FRAGILE_HEADS", (tinyq.lane_of("default", "q1", "send"), 5), "tinyq_fragile (lane=?)"),
+        ("STRAYS", (), "tinyq_claim (lane=?)"),
+        ("STRAYS", (), "tinyq_fragile (lane=?)"),
         ("COME_DUE", ("default", NOW), "tinyq_later (namespace=? AND run_at<?)"),
-        ("NEXT_AT", ("default",), "tinyq_later (namespace=?)"),
+        ("EDGES", ("default",), "tinyq_later (namespace=?)"),
+        ("EDGES", ("default",), "SEARCH tinyq_jobs USING INDEX tinyq_claim"),
+        ("EDGES", ("default",), "SEARCH tinyq_jobs USING INDEX tinyq_fragile"),
         ("SAME_KEY", ("default", "send", "k1", "pending"), "tinyq_keys (namespace=? AND task=? AND key=? AND state=?)"),
         ("OVERLAP", ("default", "s1"), "tinyq_occurrences (namespace=? AND schedule=?)"),
     ],
@@ -962,42 +967,119 @@ async def test_leases_that_end_are_found_by_their_index(watched: SQLiteStore, sp
 
 UNRELATED: dict[str, dict[str, Any]] = {
     "more of the same": {},
-    "future": {"run_at": LEASE},
+    "future": {"run_at": LEASE, "ready": tinyq.LATER},
     "unknown task": {"task": "stranger"},
     "full queue": {"queue": "full"},
+    "fragile": {"ready": tinyq.FRAGILE, "lost": 1},
+    "fragile, unknown task": {"ready": tinyq.FRAGILE, "lost": 1, "task": "stranger"},
+    "fragile, full queue": {"ready": tinyq.FRAGILE, "lost": 1, "queue": "full"},
     "dead": {"state": State.DEAD, "ready": None},
     "running": {"state": State.RUNNING, "ready": None, "lease": LEASE},
 }
+NARROW = Room(3, {"full": 0}, 3, 1, {"send": False})
+
+
+@contextmanager
+def counted(db: sqlite3.Connection) -> Iterator[list[int]]:
+    """How many instructions of SQLite's virtual machine a block takes."""
+    instructions = [0]
+
+    def count() -> int:
+        instructions[0] += 1
+        return 0
+
+    db.set_progress_handler(count, 1)
+    yield instructions
+    db.set_progress_handler(None, 1)
+
+
+@contextmanager
+def beside(path: str, others: int, kind: str) -> Iterator[sqlite3.Connection]:
+    """A file with so many rows of a kind."""
+    with closing(sqlite3.connect(f"{path}-{others}", isolation_level=None)) as db:
+        tinyq.prepare(db, path, "normal")
+        db.execute("BEGIN IMMEDIATE")
+        rows = [job(**{"ready": tinyq.CLAIMABLE} | UNRELATED[kind]) for _ in range(others)]
+        lanes = [{"lane": tinyq.lane_of("default", row.queue, row.task)} for row in rows]
+        db.executemany(tinyq.INSERT, [tinyq.as_values(row) | lane for row, lane in zip(rows, lanes, strict=True)])
+        yield db
+        db.execute("ROLLBACK")
 
 
 @pytest.mark.parametrize("kind", UNRELATED)
 async def test_the_work_of_a_claim_does_not_grow_with_other_jobs(path: str, kind: str) -> None:
-    room = Room(3, {"full": 0}, 3, 1, {"send": False})
-
     def work(others: int) -> int:
-        """Instructions of SQLite's virtual machine."""
-        instructions = 0
-
-        def count() -> int:
-            nonlocal instructions
-            instructions += 1
-            return 0
-
-        with closing(sqlite3.connect(f"{path}-{others}", isolation_level=None)) as db:
-            tinyq.prepare(db, path, "normal")
-            db.execute("BEGIN IMMEDIATE")
+        with beside(path, others, kind) as db:
             tinyq.insert_rows(db, "default", [job(priority=1) for _ in range(3)], NOW)
-            values = [tinyq.as_values(job(**{"ready": tinyq.CLAIMABLE} | UNRELATED[kind])) for _ in range(others)]
-            values = [value | {"ready": tinyq.LATER if kind == "future" else value["ready"]} for value in values]
-            values = [value | {"lane": tinyq.lane_of("default", value["queue"], value["task"])} for value in values]
-            db.executemany(tinyq.INSERT, values)
-            db.set_progress_handler(count, 1)
-            assert len(tinyq.claim_rows(db, "default", room, "w1", LEASE, NOW).rows) == 3
-            db.execute("ROLLBACK")
-        return instructions
+            with counted(db) as instructions:
+                assert len(tinyq.claim_rows(db, "default", NARROW, "w1", LEASE, NOW).rows) == 3
+        return instructions[0]
 
     few, many = work(20), work(2_000)
     assert many < 2 * few
+
+
+@pytest.mark.parametrize("kind", [kind for kind in UNRELATED if kind != "more of the same"])
+async def test_the_work_of_a_look_does_not_grow_with_jobs_that_cannot_start(path: str, kind: str) -> None:
+    def work(others: int) -> int:
+        with beside(path, others, kind) as db, counted(db) as instructions:
+            assert tinyq.look_for_due(db, "default", NARROW._replace(fragile=0), NOW) is not None
+        return instructions[0]
+
+    few, many = work(20), work(2_000)
+    assert many < 2 * few
+
+
+async def test_a_look_at_a_file_where_nothing_is_due_is_one_statement(other: sqlite3.Connection, store: SQLiteStore) -> None:
+    await store.insert([job(run_at=LEASE) for _ in range(5)], NOW)
+    seen: list[str] = []
+    other.set_trace_callback(seen.append)
+    assert tinyq.look_for_due(other, "default", ROOM, NOW) == tinyq.Claimed((), LEASE, False)
+    assert len(seen) == 1
+
+
+async def test_a_claim_reads_no_more_fragile_rows_than_may_run(path: str) -> None:
+    def work(fragile: int) -> int:
+        with beside(path, 300, "fragile") as db, counted(db) as instructions:
+            tinyq.claim_rows(db, "default", NARROW._replace(shared=200, threads=200, fragile=fragile), "w1", LEASE, NOW)
+        return instructions[0]
+
+    assert work(0) < work(1) < work(50) / 5
+
+
+async def test_fragile_rows_of_a_full_queue_wait_for_its_slots(store: SQLiteStore, other: sqlite3.Connection) -> None:
+    await store.insert([job(queue="full")], NOW)
+    other.execute("UPDATE tinyq_jobs SET ready = 3, lost = 1")
+    assert await store.claim(NARROW, "w1", LEASE, NOW) == tinyq.Claimed((), None, True)
+    assert len(await claim(store)) == 1
+
+
+async def test_a_fragile_row_that_a_hand_has_moved_is_claimed_from_its_new_queue(
+    store: SQLiteStore, other: sqlite3.Connection
+) -> None:
+    await store.insert([job(queue="full"), job("stranger")], NOW)
+    other.execute("UPDATE tinyq_jobs SET ready = 3, lost = 1")
+    other.execute("UPDATE tinyq_jobs SET queue = 'default' WHERE queue = 'full'")
+    claimed = await store.claim(NARROW, "w1", LEASE, NOW)
+    assert [row.queue for row in claimed.rows] == ["default"]
+    assert other.execute("SELECT count(*) FROM tinyq_jobs WHERE lane = 0").fetchone() == (0,)
+
+
+async def test_of_many_rows_without_a_lane_each_claim_sorts_some_and_asks_for_another(
+    store: SQLiteStore, other: sqlite3.Connection
+) -> None:
+    await store.insert([job("stranger") for _ in range(700)], NOW)
+    other.execute("UPDATE tinyq_jobs SET lane = 0, ready = iif(seq % 2, 1, 3)")
+    assert (await store.claim(ROOM, "w1", LEASE, NOW)).next_at == NOW
+    assert other.execute("SELECT count(*) FROM tinyq_jobs WHERE lane = 0").fetchone() == (200,)
+    assert (await store.claim(ROOM, "w1", LEASE, NOW)).next_at is None
+    assert other.execute("SELECT count(*) FROM tinyq_jobs WHERE lane = 0").fetchone() == (0,)
+
+
+async def test_due_jobs_of_unknown_tasks_are_found_whether_fragile_or_not(store: SQLiteStore, other: sqlite3.Connection) -> None:
+    await store.insert([job("sound"), job("fragile"), job("fragile"), job("send")], NOW)
+    other.execute("UPDATE tinyq_jobs SET ready = 3, lost = 1 WHERE task = 'fragile'")
+    assert await store.unknown(["send"]) == {1: "sound", 2: "fragile"}
 
 
 # the file, under the hands of others
