@@ -1555,7 +1555,8 @@ class Store(Protocol):
         ...
 
     async def list(self, state: State, lease_before: int | None = None, limit: int = 100) -> Sequence[JobRow]:
-        """Rows in one state, oldest lease or sequence first; with `lease_before`, those whose lease ends sooner."""
+        """Rows in one state, oldest lease or sequence first; with `lease_before`, those whose lease ends sooner, which may
+        come without payload."""
         ...
 
     async def dead(self, task: str | None, before: tuple[int, int], limit: int) -> Sequence[JobRow]:
@@ -2491,9 +2492,11 @@ def read_rows(db: sqlite3.Connection, namespace: str, ids: Sequence[bytes], colu
 
 
 def list_rows(db: sqlite3.Connection, namespace: str, state: State, lease_before: int | None, limit: int) -> list[JobRow]:
-    # With the state as a literal SQLite can use the partial index of leases.
-    where = "state = ? ORDER BY seq" if lease_before is None else "state = 'running' AND lease < ? ORDER BY lease"
-    select = f"SELECT {ALL} FROM tinyq_jobs WHERE namespace = ? AND {where} LIMIT ?"
+    # With the state as a literal SQLite can use the partial index of leases. Who looks for lost workers needs no arguments.
+    columns, where = (
+        (ALL, "state = ? ORDER BY seq") if lease_before is None else (LIGHT, "state = 'running' AND lease < ? ORDER BY lease")
+    )
+    select = f"SELECT {columns} FROM tinyq_jobs WHERE namespace = ? AND {where} LIMIT ?"
     return [as_row(r) for r in db.execute(select, (namespace, state if lease_before is None else lease_before, limit))]
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 from datetime import datetime
@@ -963,6 +964,19 @@ async def test_leases_that_end_are_found_by_their_index(watched: SQLiteStore, sp
     [(sql, parameters, _)] = [seen for seen in spy.seen if "lease <" in seen[0]]
     steps = plan(other, sql, parameters)
     assert steps == ["SEARCH tinyq_jobs USING INDEX tinyq_leases (lease<?)"]
+
+
+async def test_who_looks_for_lost_workers_does_not_read_payloads(store: SQLiteStore) -> None:
+    await store.insert([job(payload=f'[["{"x" * 1_000_000}"],{{}}]') for _ in range(3)], NOW)
+    await claim(store)
+    await store.list(State.RUNNING, lease_before=LEASE + 1)  # what the first one loads is not to be counted
+    tracemalloc.start()
+    try:
+        doubtful = await store.list(State.RUNNING, lease_before=LEASE + 1)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+    assert [(row.seq, row.claim_no, row.payload) for row in doubtful] == [(1, 1, None), (2, 1, None), (3, 1, None)]
 
 
 UNRELATED: dict[str, dict[str, Any]] = {
