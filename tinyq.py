@@ -2006,12 +2006,13 @@ MIGRATIONS: Final = (
             state TEXT NOT NULL  -- (IN would build a table of the five for each row)
                 CHECK (state = 'pending' OR state = 'running' OR state = 'done' OR state = 'dead' OR state = 'cancelled'),
             ready INTEGER CHECK ((ready IS NOT NULL) = (state = 'pending')),
-            payload TEXT, payload_version INTEGER NOT NULL, options TEXT, headers TEXT,
+            payload_version INTEGER NOT NULL, options TEXT, headers TEXT,
             key TEXT, expires INTEGER, schedule TEXT, fire_time INTEGER,
             attempts INTEGER NOT NULL, claim_no INTEGER NOT NULL, snoozes INTEGER NOT NULL,
             interruptions INTEGER NOT NULL, lost INTEGER NOT NULL, parked INTEGER,
             worker TEXT, lease INTEGER, started INTEGER, finished INTEGER, cancel_at INTEGER,
-            reason TEXT, error TEXT, traceback TEXT, result TEXT, keep_until INTEGER
+            reason TEXT, error TEXT, traceback TEXT, keep_until INTEGER,
+            payload TEXT, result TEXT  -- last: SQLite reads a row from its start, up to the last column that is asked for
         ) STRICT""",
         """CREATE TRIGGER tinyq_moved AFTER UPDATE OF namespace, queue, task ON tinyq_jobs BEGIN
             UPDATE tinyq_jobs SET lane = 0 WHERE seq = new.seq AND (new.namespace, new.queue, new.task)

@@ -979,6 +979,12 @@ async def test_who_looks_for_lost_workers_does_not_read_payloads(store: SQLiteSt
     assert [(row.seq, row.claim_no, row.payload) for row in doubtful] == [(1, 1, None), (2, 1, None), (3, 1, None)]
 
 
+async def test_what_may_be_long_comes_last_in_a_row_of_the_file(store: SQLiteStore, other: sqlite3.Connection) -> None:
+    """So that it is not read on the way to a short column."""
+    names = [name for _, name, *_ in other.execute("PRAGMA table_info(tinyq_jobs)")]
+    assert names[-2:] == ["payload", "result"]
+
+
 UNRELATED: dict[str, dict[str, Any]] = {
     "more of the same": {},
     "future": {"run_at": LEASE, "ready": tinyq.LATER},
