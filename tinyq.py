@@ -3972,6 +3972,14 @@ def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
             raise ValueError("an outcome without a claim is not written")
 
 
+def done_with(row: JobRow) -> Settlement:
+    """Done, and nothing of it is kept."""
+    return Settlement(
+        row.seq, row.claim_no, IS_DONE, row.run_at, row.attempts, row.snoozes, row.interruptions, row.lost, None,
+        None, None, None, None, None, False,
+    )  # fmt: skip
+
+
 def done(row: JobRow, outcome: Outcome, settings: Settings, now: int) -> Settlement:
     result = None
     if settings.result_ttl > 0 and row.durable:
@@ -4355,8 +4363,12 @@ class Crew:
         job.runner = None  # whose context leads back to the job
         if self.tiers[0].hungry or self.tiers[-1].hungry:
             self._wake_hungry()
-        if outcome is DONE and not job.durable and job.key is None and job.settings.result_ttl <= 0:
-            self.memory.forget(job)  # what most jobs come to, without the detour
+        if outcome is DONE and job.key is None and job.settings.result_ttl <= 0:  # what most jobs come to, without the detour
+            if job.durable:
+                self._ended.append((job, DONE, done_with(job)))
+                self.settle_wake.set()
+                return
+            self.memory.forget(job)
             del self.running[job]
             if job.waiters:
                 self.tell(job, 0)
@@ -4379,7 +4391,8 @@ class Crew:
     def _leave(self, job: Running, now: int) -> None:
         """It runs here no more, whatever has been written of it."""
         del self.running[job.tag]
-        job.refused = job.why = job.note = None
+        if job.refused is not None or job.why is not None or job.note is not None:
+            job.refused = job.why = job.note = None
         self.tell(job, now)
         if not self.running:
             self.idle.set()
@@ -4418,7 +4431,7 @@ class Crew:
     def _settled(self, job: Running, outcome: Outcome, change: Settlement, state: State | None, now: int) -> None:
         if state is None:
             log.warning("%s had lost its lease when it ended: its outcome is dropped", label(job))
-        elif outcome is DONE and state is State.DONE and not change.keep and job.key is None:
+        elif outcome is DONE and state is IS_DONE and not change.keep and job.key is None:
             job.state, job.finished, job.value = IS_DONE, now, None
             if job.attempts > 1 or job.reason is not None:
                 apply(job, change, now)
