@@ -4078,6 +4078,8 @@ async def drive(
         except Exception as error:
             failures += 1
             seconds = min(longest, 0.05 * 2.0 ** min(failures, 20))
+            if isinstance(error, StoreBusy) and failures <= 20:
+                seconds = 0.0  # it has waited by itself
             since = began if failures == 1 else since
             lasting = failures > 2 and clock.monotonic() - since >= BRIEF
             if not told and (lasting or not isinstance(error, StoreBusy)):  # a lock that is held for a moment is no incident
@@ -4840,9 +4842,15 @@ class Intake:
                 "list[Inserted]",
                 await self.durable_store.hand_over(rows[0], now, functools.partial(self.crew.take_over, tier, rows[0])),
             )
+        for row in rows:  # before the claim that may follow in the same unit: a handle is going to stand for it
+            self.crew.live[row.id] = row
         answers = await tier.store.insert(rows, now)
         tier.wake.set()
-        return [answer if self._new_here(answer) else answer._replace(row=self.crew.known(answer.row)) for answer in answers]
+        created = (answer.verdict == "created" for answer in answers)
+        return [
+            answer if new else answer._replace(row=self.crew.known(answer.row))
+            for new, answer in zip(created, answers, strict=True)
+        ]
 
     def add(self, row: JobRow) -> asyncio.Future[Any]:
         """Store one new durable job. (`insert` without what only keys and schedules need.)"""
@@ -4854,13 +4862,6 @@ class Intake:
                 return store.hand_over(row, row.created, functools.partial(crew.take_over, tier, row))
             crew.live[row.id] = row
         return store.add(row, row.created)
-
-    def _new_here(self, answer: Inserted) -> bool:
-        """Whether it is of a row that was not there before; from now on a handle may stand for it."""
-        if answer.verdict != "created":
-            return False
-        self.crew.live[answer.row.id] = answer.row
-        return True
 
     async def insert_within(self, tx: Any, rows: Sequence[JobRow]) -> Sequence[Inserted]:
         """Store rows in the caller's own transaction. He may roll it back: what is known here of other jobs stays as it is."""
@@ -5318,6 +5319,8 @@ class Inquiries(Intake):
 
     async def _store_detached(self, pairs: Sequence[tuple[JobRow, JobRow]]) -> list[JobRow]:
         tier, now = self.require_durable(), self.clock.time()
+        for _, stored in pairs:  # before the claim that may follow in the same unit
+            self.crew.live[stored.id] = stored
         try:
             answers = await tier.store.insert([stored for _, stored in pairs], now) if pairs else ()
         except BaseException:
@@ -5329,9 +5332,8 @@ class Inquiries(Intake):
         promoted = []
         for (row, stored), answer in zip(pairs, answers, strict=True):
             if answer.verdict == "created":
-                for name in COLUMNS:
-                    setattr(row, name, getattr(stored, name))
-                row.durable, row.args, row.context = True, None, None
+                stored.waiters = row.waiters
+                row.__dict__ = stored.__dict__  # what handles hold and what may run by now are one from here on
                 self.crew.live[row.id] = row
                 promoted.append(row)
                 log.info("%s was promoted: it is stored as a durable job", label(row))
