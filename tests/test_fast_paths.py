@@ -671,6 +671,63 @@ async def test_a_drain_waits_for_a_job_on_its_way_into_the_file(open_file: Open,
     assert ran == [1]
 
 
+async def test_a_job_on_its_way_into_the_file_when_tinyq_stops_is_handed_back(
+    open_file: Open, file: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = await open_file()
+    ran: list[int] = []
+
+    @q.task(name="runs")
+    async def runs() -> None:
+        ran.append(1)
+
+    await unhurried(q)
+    halt = Halt(monkeypatch, "insert_all")
+    halt.armed = True
+    enqueueing = asyncio.create_task(q.enqueue(runs, durable=True))
+    await halt.reached()
+    stopping = asyncio.create_task(stopped_at_once(q, clock))
+    await turns(5)
+    halt.go_on.set()
+    await outcomes([enqueueing, stopping])
+    assert query(file, "SELECT state, attempts, lease FROM tinyq_jobs") == [("pending", 0, None)]
+    assert ran == []
+
+
+async def test_a_bad_row_costs_a_job_that_is_handed_over_in_the_same_unit_nothing(store: SQLiteStore, file: Path) -> None:
+    told: list[tuple[int, str | None]] = []
+    futures = []
+    for number in range(3):
+        row = new_row(number, worker="w", lease=9, started=1, payload=object() if number == 1 else f"[[{number}],{{}}]")
+
+        def then(answer: Sequence[tinyq.Inserted] | None, number: int = number) -> None:
+            told.append((number, answer[0].verdict if answer else None))
+
+        futures.append(store.hand_over(row, row.created, then))
+    answers = await outcomes(futures)
+    assert told == [(0, "started"), (1, None), (2, "started")]
+    assert isinstance(answers[1], StoreError)
+    seqs = [answers[number][0].row.seq for number in (0, 2)]
+    assert query(file, "SELECT seq, payload ->> '$[0][0]', state FROM tinyq_jobs") == [
+        (seqs[0], 0, "running"),
+        (seqs[1], 2, "running"),
+    ]
+
+
+async def test_jobs_that_are_handed_over_with_others_know_their_numbers(store: SQLiteStore, file: Path) -> None:
+    rows = [new_row(number) for number in range(6)]
+    futures: list[Awaitable[Any]] = []
+    for number, row in enumerate(rows):
+        if number % 2:
+            row.queue, row.worker, row.lease, row.started = f"queue {number}", "w", 9, 1
+            futures.append(store.hand_over(row, row.created, lambda answer: None))
+        else:
+            futures.append(store.add(row, row.created))
+    await outcomes(futures)
+    numbers = dict(query(file, "SELECT payload ->> '$[0][0]', seq FROM tinyq_jobs WHERE state = 'running'"))
+    assert numbers == {number: rows[number].seq for number in (1, 3, 5)}
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("concurrency", [1, 2, 3])
 async def test_a_backlog_starts_in_strict_order(open_file: Open, file: Path, concurrency: int, seed: int) -> None:
@@ -860,6 +917,20 @@ async def test_the_id_of_a_job_is_the_same_for_its_thread_and_for_its_loop(
     go_on.set()
     assert await job.result(10) == here
     assert job.id == here
+
+
+async def test_an_id_can_be_made_though_another_thread_takes_the_last_number_that_was_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Drawn(list[int]):
+        def __len__(self) -> int:
+            count = super().__len__()
+            if count == 1:
+                self.clear()  # the other thread, right after the look
+            return count
+
+    monkeypatch.setattr(tinyq, "_drawn", Drawn([1]))
+    assert len(tinyq.new_id(1)) == 16
 
 
 async def test_get_finds_a_pending_and_a_running_job_and_not_one_that_has_ended(memory: TinyQ) -> None:
@@ -1144,6 +1215,44 @@ async def test_a_waiting_job_is_promoted_on_request_and_keeps_its_id(open_file: 
     gate.set()
     await second.result(10)
     assert sorted(ran) == [0, 1]
+
+
+async def test_a_dead_job_that_started_at_once_can_be_requeued(memory: TinyQ) -> None:
+    starts: list[int] = []
+
+    @memory.task(name="fails once", retry=False)
+    async def fails_once(number: int) -> None:
+        starts.append(number)
+        if len(starts) == 1:
+            raise ValueError("once")
+
+    job = await fails_once.enqueue(5)
+    await memory.drain()
+    assert job.status is State.DEAD
+    assert await memory.requeue(job.id) == 1
+    await job.result(10)
+    assert starts == [5, 5]
+
+
+async def test_a_job_that_waits_for_its_retry_is_promoted_with_its_attempts(
+    open_file: Open, file: Path, clock: FakeClock
+) -> None:
+    q = await open_file(concurrency=5)
+
+    @q.task(name="fails", retry=[60, 60])
+    async def fails(number: int) -> None:
+        raise ValueError("no")
+
+    await unhurried(q)
+    stored = await q.enqueue("of.another.process", durable=True)  # numbered as the first job in memory is
+    job = await fails.enqueue(5)
+    await turns(10)
+    assert job.status is State.PENDING
+    await stopped_at_once(q, clock)
+    assert stored_ids(file) == [stored.id, job.id]
+    assert query(file, "SELECT state, attempts, error, run_at FROM tinyq_jobs WHERE task = 'fails'") == [
+        ("pending", 1, "ValueError: no", job._row.run_at)
+    ]
 
 
 async def test_on_dead_hears_of_a_job_that_started_at_once(memory: TinyQ) -> None:
