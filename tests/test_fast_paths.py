@@ -1246,8 +1246,7 @@ async def test_a_job_that_waits_for_its_retry_is_promoted_with_its_attempts(
     await unhurried(q)
     stored = await q.enqueue("of.another.process", durable=True)  # numbered as the first job in memory is
     job = await fails.enqueue(5)
-    await turns(10)
-    assert job.status is State.PENDING
+    await eventually(lambda: job.error is not None and job.status is State.PENDING)
     await stopped_at_once(q, clock)
     assert stored_ids(file) == [stored.id, job.id]
     assert query(file, "SELECT state, attempts, error, run_at FROM tinyq_jobs WHERE task = 'fails'") == [
