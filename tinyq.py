@@ -556,22 +556,32 @@ if hasattr(os, "register_at_fork"):
 
 def new_id(now: int) -> bytes:
     """A UUID version 7 (RFC 9562): milliseconds, then 12 bits that hold the microseconds, then 62 random bits. Sorts by time."""
-    if not _drawn:
-        _drawn.extend(0x8000000000000000 | number >> 2 for number in memoryview(os.urandom(2048)).cast("Q"))
-    return two_words(now // 1000 << 16 | 0x7000 | now % 1000, _drawn.pop())
+    try:
+        tail = _drawn.pop()
+    except IndexError:
+        tail, *others = (0x8000000000000000 | number >> 2 for number in memoryview(os.urandom(2048)).cast("Q"))
+        _drawn.extend(others)
+    return two_words(now // 1000 << 16 | 0x7000 | now % 1000, tail)
 
 
 class Lazily:
-    """A field that is worked out when it is first asked for. (`cached_property` would give each row a dictionary.)"""
+    """A field that is worked out when it is first asked for. (`cached_property` would give each row a dictionary.) `once`: it
+    would come out differently in another thread."""
 
-    def __init__(self, make: Callable[[Any], object]) -> None:
+    lock = threading.Lock()
+
+    def __init__(self, make: Callable[[Any], object], once: bool = False) -> None:
         self.make = make
+        self.once = once
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
     def __get__(self, row: object, owner: type) -> object:
         value = self.make(row)
+        if self.once:
+            with self.lock:
+                return vars(row).setdefault(self.name, value)
         setattr(row, self.name, value)
         return value
 
@@ -641,6 +651,7 @@ class JobRow:
     in_handler: bool = False
     deadline: float = math.inf  # monotonic
     refused: Outcome | None = None  # why its handler cannot even be called
+    doubtful: bool = False  # it may turn out that its handler must not be called
     why: Why | None = None  # why it was told to stop
     note: str | None = None  # for the stored row, with the next renewal
 
@@ -652,12 +663,7 @@ class JobRow:
             self.__dict__.update(others)
 
     if not TYPE_CHECKING:
-        id = Lazily(lambda row: new_id(row.created))
-
-    @property
-    def special(self) -> bool:
-        """Whether it may turn out that its handler must not be called, though its arguments are known."""
-        return self.refused is not None or self.expires is not None or self.lost > 0
+        id = Lazily(lambda row: new_id(row.created), once=True)
 
     @property
     def tag(self) -> object:
@@ -1963,7 +1969,7 @@ class MemoryStore:
             self._ids.pop(row.id, None)
         row.state, row.finished, row.value, row.context = IS_DONE, 0, None, None
         if row.reason is not None:
-            row.reason = row.error = row.traceback = row.parked = None
+            row.reason = row.error = row.traceback = row.parked = row.exception = None
 
     def detach(self, rows: Sequence[JobRow]) -> None:
         """Take pending rows out, as they are, on their way to another store."""
@@ -2530,6 +2536,7 @@ class Op:
     error: BaseException | None = None
     finished: bool = False
     light: bool = False  # claims and renewals only
+    carries: bool = False  # or has carried riders, who all may have gone
 
     def __init__(
         self,
@@ -3150,6 +3157,7 @@ class SQLiteStore:
         if carrier is None or len(carrier.riders) >= GROUP:
             self._submit(None, now=now)
             self._carrier = carrier = self._waiting[-1]
+            carrier.carries = True
         rider: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         carrier.riders.append((row, rider))
         carrier.now = now
@@ -3200,6 +3208,11 @@ class SQLiteStore:
     async def unknown(self, known: Sequence[str]) -> Mapping[int, str]:
         """The first due job of each lane whose task is not among the known ones: seq and task."""
         return await self._read(lambda db: unknown_heads(db, self._namespace, known))
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being written, and so nothing on its way in that would have to come first."""
+        return self._flushing is None
 
     @property
     def stalled(self) -> float:
@@ -3341,13 +3354,13 @@ class SQLiteStore:
             if error is not None and len(op.riders) > 1 and not is_busy(error) and failure is None:
                 again += self._each_alone(op)
             elif error is not None:
-                for future in [rider for _, rider in op.riders] or [op.future]:
+                for future in [rider for _, rider in op.riders] if op.carries else [op.future]:
                     if not future.done():
                         future.set_exception(self._seen(error))
             elif not op.finished:
                 op.deadline = min(op.deadline, self._latest)
                 again.append(op)
-            elif op.riders:
+            elif op.carries:
                 for _, rider in op.riders:
                     if not rider.done():
                         rider.set_result(None)
@@ -3366,7 +3379,7 @@ class SQLiteStore:
         ops = []
         for row, rider in carrier.riders:
             op = Op(carrier.deadline, carrier.future, None, rows=[row], now=carrier.now)
-            op.riders = [(row, rider)]
+            op.riders, op.carries = [(row, rider)], True
             ops.append(op)
         return ops
 
@@ -3840,7 +3853,7 @@ def check_call(handler: Handler, args: Sequence[Any], kwargs: Mapping[str, Any])
 async def call_handler(job: Running, threads: Threads, clock: Clock, ended: Callable[[Running, Outcome], None]) -> None:
     """The whole task of one job: run its handler, and hand over what came of it. Raises nothing but a real Ctrl-C."""
     args, kwargs = job.args, job.kwargs
-    if args is None or job.special:
+    if args is None or job.doubtful:
         found = prepare_call(job, clock)
         if isinstance(found, Outcome):
             ended(job, found)
@@ -3871,6 +3884,7 @@ async def call_handler(job: Running, threads: Threads, clock: Clock, ended: Call
     if job.why is not None or job.runner is None or job.runner.cancelling():
         outcome = after_stop(job, outcome, await swallow_cancellation())
     ended(job, outcome)
+    del job, outcome  # an error's traceback holds this frame, which would hold the error
 
 
 async def swallow_cancellation() -> bool:
@@ -4291,12 +4305,12 @@ class Crew:
 
     def start(self, tier: Tier, row: JobRow, handler: Handler, settings: Settings, refused: Outcome | None = None) -> None:
         """Run a claimed row in a task of its own."""
-        job = cast(Running, row)
+        job: Running = row  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
         job.handler, job.settings, job.tier = handler, settings, tier
         if not tier.claiming:  # claimed while the tier was being closed
             refused = Outcome("unstarted")
-        if refused is not None:
-            job.refused = refused
+        if refused is not None or job.expires is not None or job.lost:
+            job.refused, job.doubtful = refused, True
         job.deadline = deadline = self._clock.monotonic() + settings.timeout
         if deadline < self._next_deadline:
             self._next_deadline = deadline
@@ -4306,7 +4320,7 @@ class Crew:
         self._slots.give(job, -1)
         context = contextvars.Context() if row.context is None else row.context
         if settings.retry.max_attempts > 1:
-            context = context.copy()  # what one attempt sets there is not for the next
+            context = context.copy()  # each attempt begins as the first did; a single one, if it snoozes, goes on in its own
         run = call_handler(job, self.threads, self._clock, self._ends)
         job.runner = self._create_task(run, name=handler.task_name, context=context)
         if self._watch is None:
@@ -4421,7 +4435,8 @@ class Crew:
         try:
             states = await tier.store.settle([change for _, _, change in batch], now)
         except BaseException as error:
-            self._singly = isinstance(error, Exception) and not isinstance(error, StoreBusy)
+            if isinstance(error, Exception):
+                self._singly = not isinstance(error, StoreBusy)
             self._ended = self._ended + batch if self._singly else batch + self._ended
             raise
         for job, outcome, change in batch:
@@ -4452,6 +4467,11 @@ class Crew:
             if change.state is State.PENDING or job.key is not None:
                 job.tier.wake.set()
         self._leave(job, now)
+
+    @property
+    def unsettled(self) -> int:
+        """How many jobs have ended here whose outcomes are not written."""
+        return len(self._ended)
 
     def unwritten(self) -> None:
         """Give up on the outcomes that the store has not taken by the end of the shutdown."""
@@ -4837,11 +4857,6 @@ class Intake:
             self.memory.wake.set()
             return answers
         tier, now = self.require_durable(), self.clock.time()
-        if len(rows) == 1 and self.durable_store is not None and is_new(rows[0]) and self.crew.offer(tier, rows[0], now):
-            return cast(
-                "list[Inserted]",
-                await self.durable_store.hand_over(rows[0], now, functools.partial(self.crew.take_over, tier, rows[0])),
-            )
         for row in rows:  # before the claim that may follow in the same unit: a handle is going to stand for it
             self.crew.live[row.id] = row
         answers = await tier.store.insert(rows, now)
@@ -4858,7 +4873,7 @@ class Intake:
         store = cast(SQLiteStore, self.durable_store)
         crew.activity += 1
         if tier.claiming:
-            if crew.offer(tier, row, row.created):
+            if store.idle and crew.offer(tier, row, row.created):
                 return store.hand_over(row, row.created, functools.partial(crew.take_over, tier, row))
             crew.live[row.id] = row
         return store.add(row, row.created)
@@ -5576,9 +5591,10 @@ class Engine(Inquiries):
     async def _write_the_last(self) -> None:
         """The outcomes that the store has not taken so far: once more, and then they are given up."""
         if self.durable is not None:
-            with contextlib.suppress(StoreError):
-                while await self.crew.settle(self.durable, self.clock.time()) == 0:
-                    pass
+            for _ in range(2 * self.crew.unsettled):  # one that the store will never take must not cost the others theirs
+                with contextlib.suppress(StoreError):
+                    if await self.crew.settle(self.durable, self.clock.time()) > 0:
+                        break
             self.crew.unwritten()
 
     async def _wait_for_jobs(self) -> None:
@@ -6098,7 +6114,9 @@ class TinyQ:
     def _meet(self, fn: Any) -> Handler:
         """What is enqueued for the first time, without options."""
         handler = cast(Handler, self._find(fn, False)[0])
-        if len(self._quick) < 1_000 and not isinstance(fn, (str, functools.partial)):
+        if not isinstance(fn, (str, functools.partial)):
+            if len(self._quick) >= 256:
+                self._quick.clear()
             with contextlib.suppress(TypeError):  # not hashable
                 self._quick[fn] = handler
         return handler
