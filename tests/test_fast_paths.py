@@ -1427,10 +1427,10 @@ async def test_the_last_outcomes_are_written_at_shutdown_though_one_of_them_cann
     refuse_to_store(file, "unspeakable")
     jobs = await outcomes([waits.options(durable=True).enqueue(number) for number in range(30)])
     engine = engine_of(q)
-    store = engine.durable_store
+    await eventually(lambda: all(job.status is State.RUNNING for job in jobs))
     with locked(file):
         gate.set()
-        await eventually(lambda: store._waiting or store._unit)
+        await eventually(lambda: not any(job._row.runner for job in jobs))
         writing = next(loop for loop in engine._loops if loop.get_name() == "tinyq durable outcomes")
         writing.cancel()
         await asyncio.wait({writing})
