@@ -1535,6 +1535,10 @@ class Store(Protocol):
         """Give (seq, claim_no, note) a later lease. Answers the seqs still held, each with the moment a cancel was asked for."""
         ...
 
+    async def confirm(self, claims: Sequence[tuple[int, int, str | None]], lease: int) -> None:
+        """Return once a power cut could not take these claims along any more."""
+        ...
+
     async def settle(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
         """Write outcomes. Answers the state of each seq whose claim still held; the others are left alone."""
         ...
@@ -1818,6 +1822,9 @@ class MemoryStore:
                 row.lease, row.error = lease, note or row.error
                 held[seq] = row.cancel_at
         return held
+
+    async def confirm(self, claims: Sequence[tuple[int, int, str | None]], lease: int) -> None:
+        """Nothing here outlives the process."""
 
     async def settle(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
         return self.settle_now(settlements, now)
@@ -2752,7 +2759,8 @@ def answer_by_look(db: sqlite3.Connection, op: Op) -> bool:
     except Exception as error:
         if reads_on(db, error):
             return answer_by_look(db, op)
-        op.error, op.finished = error, not is_busy(error)
+        if not is_busy(error):  # else it may still wait for the lock
+            op.error, op.finished = error, True
     return op.finished
 
 
@@ -3088,6 +3096,9 @@ class SQLiteStore:
 
     async def extend(self, claims: Sequence[tuple[int, int, str | None]], lease: int) -> Mapping[int, int | None]:
         return await self._write(lambda db: extend_leases(db, claims, lease), light=True)
+
+    async def confirm(self, claims: Sequence[tuple[int, int, str | None]], lease: int) -> None:
+        await self._write(lambda db: extend_leases(db, claims, lease))  # a commit that waits for the disk covers those before it
 
     async def settle(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
         return await self._write(
@@ -3859,6 +3870,9 @@ async def call_handler(job: Running, threads: Threads, clock: Clock, ended: Call
             ended(job, found)
             return
         args, kwargs = found
+    if job.why == "shutdown":  # told so before it began
+        ended(job, Outcome("unstarted"))
+        return
     _current.set(job)
     job.in_handler = True
     try:
@@ -4253,6 +4267,7 @@ class Crew:
                     waiting.waits_for_room = False
                     waiting.wake.set()
         tier.hungry = claimed.more
+        await self._make_sure(tier, claimed.rows)
         if tier.durable:
             self.heed(claimed.paused)
         await self._start_all(tier, claimed.rows, now)
@@ -4272,6 +4287,24 @@ class Crew:
         paused = await tier.store.paused()
         if self.pauses == before:  # else it may have been read before the pause that was asked for here
             self.heed(paused)
+
+    async def _make_sure(self, tier: Tier, rows: Sequence[JobRow]) -> None:
+        """A claim alone does not wait for the disk, and a power cut may take it along. A job that must not start a second time
+        by itself starts once its claim is there to stay."""
+        if not tier.durable:
+            return
+        careful = []
+        for row in rows:
+            handler = self.handlers.get(row.task)
+            if handler is not None and (row.options or handler.options.get("on_lost") == "dead"):
+                with contextlib.suppress(Undecodable):
+                    if self._settings_of(row, handler).on_lost == "dead":
+                        careful.append((row.seq, row.claim_no, None))
+        if careful:
+            with contextlib.suppress(
+                StoreError
+            ):  # as sure as it can be made: to leave them claimed and not start them is no better
+                await tier.store.confirm(careful, rows[0].lease or 0)
 
     async def _start_all(self, tier: Tier, rows: Sequence[JobRow], now: int) -> None:
         back = []
@@ -4357,7 +4390,8 @@ class Crew:
             row.worker = row.lease = row.started = None
             if answer is not None:
                 self.live[row.id] = row
-            tier.wake.set()
+            for waiting in self.tiers:  # the slot is free again
+                waiting.wake.set()
             self.idle.set()
 
     def known(self, fresh: JobRow, *, again: bool = False) -> JobRow:
@@ -4440,7 +4474,11 @@ class Crew:
             self._ended = self._ended + batch if self._singly else batch + self._ended
             raise
         for job, outcome, change in batch:
-            self._settled(job, outcome, change, states.get(change.seq), now)
+            try:
+                self._settled(job, outcome, change, states.get(change.seq), now)
+            except Exception:
+                log.exception("%s: a defect in tinyq, after its outcome was written", label(job))
+                self.running.pop(job.tag, None)
         self._singly = self._singly and bool(self._ended)
         tier.wake.set()
         return 0.0 if self._ended else math.inf
@@ -4521,6 +4559,8 @@ class Crew:
             log.warning(
                 "the event loop was blocked for %.1f s; async jobs at the time: %s; use def for blocking code", lag, names
             )
+        for job in [job for job in self.running.values() if job.runner is not None and job.runner.done()]:
+            self._over(job, Outcome("interrupted", reason="its task was cancelled before it began"))  # by somebody else
         self._watch = None
         if self.running:
             due = loop.time() + WATCH
@@ -4787,6 +4827,8 @@ class Intake:
     def learn(self, handler: Handler) -> None:
         """Let claims take jobs of this task."""
         handler.learned = self.mark
+        if handler.registered and self.handlers.get(handler.name, handler) is not handler:
+            return  # another has taken its place
         self.memory_tasks[handler.name] = not handler.is_async or self.memory_tasks.get(handler.name, False)
         if handler.registered:
             self.durable_tasks[handler.name] = not handler.is_async
@@ -5300,8 +5342,12 @@ class Inquiries(Intake):
         """Move pending best-effort jobs into the table, whatever becomes of the caller; answers those that are stored now.
         One whose arguments do not encode stays as it is; one whose key a stored job has gives way to that."""
         self.require_durable()
+        if self.phase == "running":  # one behind a running job with its key would run beside it
+            rows = [row for row in rows if row.ready != HELD]
         pairs = [(row, stored) for row in rows if (stored := self._as_durable(row)) is not None]
         self.memory_store.detach([row for row, _ in pairs])
+        for row, stored in pairs:
+            stored.ticket = row.ticket  # the entry that it had in a heap stays dead
         task = self.loop.create_task(self._store_detached(pairs), context=contextvars.Context())
         self._moving |= {row.id: task for row, _ in pairs}
         task.add_done_callback(functools.partial(self._moved, [row.id for row, _ in pairs]))
@@ -5601,7 +5647,7 @@ class Engine(Inquiries):
         """Until the running and the due best-effort jobs have ended, or the grace has."""
         began = self.clock.monotonic()
         told = began - PROGRESS
-        while self.crew.running or self.spawned or await self._claim_memory():
+        while self.crew.running or self.spawned or (self.clock.monotonic() < self._grace_ends and await self._claim_memory()):
             moment = self.clock.monotonic()
             if moment >= self._grace_ends:
                 return
@@ -5784,7 +5830,8 @@ class Job(Generic[R_co]):
         return await self._engine.cancel(self._row)
 
     async def promote(self) -> bool:
-        """Make a pending best-effort job durable, with what is left of its delay and attempts. False if it has started or ended.
+        """Make a pending best-effort job durable, with what is left of its delay and attempts. False if it has started or ended,
+        or waits for a running job with the same key.
 
         Raises TypeError for a callable that is not a registered task or arguments that JSON cannot carry.
         """
@@ -6098,7 +6145,7 @@ class TinyQ:
     def _remember(self, fn: Any, given: Mapping[str, Any], row: JobRow) -> None:
         lane = lane_of(cast(Engine, self._engine).config.namespace, row.queue, row.task)
         plan = Plan(
-            given=given,
+            given={name: [*value] if isinstance(value, list) else value for name, value in given.items()},
             kinds=[*map(type, given.values())],
             handler=row.handler,
             name=row.task,
@@ -6270,8 +6317,8 @@ class TinyQ:
 
     async def start(self) -> None:
         """Open the database, begin to claim and to fire. Returns at once; raises AlreadyStarted, StoreError, ImportError."""
-        if self._engine is not None and self._engine.loop.is_closed():
-            self._engine = None  # its loop ended without stop()
+        if self._engine is not None and (self._engine.loop.is_closed() or self._engine.phase == "stopped"):
+            self._engine = None  # its loop ended without stop(), or whoever called that was cancelled
         if self._engine is not None or self._starting:
             raise AlreadyStarted("this TinyQ runs already: one lifespan (or start) at a time")
         self._starting = True
