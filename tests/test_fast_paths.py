@@ -81,8 +81,9 @@ def engine_of(q: TinyQ) -> Any:
 
 
 async def unhurried(q: TinyQ) -> None:
-    """Until its claim loop has found out that nothing is due."""
-    await eventually(lambda: not engine_of(q).durable.hungry and not engine_of(q).crew.claims_under_way)
+    """Until its claim loop has found out that nothing is due, and nothing is being written."""
+    engine = engine_of(q)
+    await eventually(lambda: not engine.durable.hungry and not engine.crew.claims_under_way and engine.durable_store.idle)
 
 
 @pytest.fixture

@@ -58,8 +58,9 @@ async def test_a_slot_kept_for_a_durable_job_that_could_not_be_stored_goes_to_a_
         async def best_effort() -> str:
             return "ran"
 
-        crew = cast(Any, q)._engine.crew
-        await eventually(lambda: not any(tier.hungry for tier in crew.tiers))
+        engine = cast(Any, q)._engine
+        crew = engine.crew
+        await eventually(lambda: not any(tier.hungry for tier in crew.tiers) and engine.durable_store.idle)
         with closing(sqlite3.connect(file, isolation_level=None, timeout=10)) as other:
             other.execute("BEGIN IMMEDIATE")
             storing = asyncio.create_task(q.enqueue(durable, durable=True))
