@@ -13,8 +13,9 @@
 The life of a job: `enqueue` (or the next fire time of a schedule) makes a `JobRow` and inserts it into a store. A claim step
 takes due rows for which there is room, under a lease. The handler is called in one function, which turns whatever happens
 into an `Outcome`; `decide`, which is pure, turns the outcome into a `Settlement`; the store writes it if the claim still
-holds. Best-effort and durable jobs take this one road; only the store differs. A durable job may run twice (after a crash, a
-lost lease): its handler must be idempotent.
+holds. Best-effort and durable jobs take this one road; only the store differs. Where nothing waits and a slot is free, a step
+is left out: a best-effort job starts at once, a durable one is inserted with its lease and need not be claimed. A durable job
+may run twice (after a crash, a lost lease): its handler must be idempotent.
 
 Contents
      1. Imports and surface
@@ -1581,7 +1582,7 @@ class Store(Protocol):
         """No claim takes rows of these queues from now on."""
         ...
 
-    async def resume(self, queues: Sequence[str]) -> None:
+    async def resume(self, queues: Sequence[str], now: int) -> None:
         """They do again."""
         ...
 
@@ -1937,7 +1938,7 @@ class MemoryStore:
     async def pause(self, queues: Sequence[str]) -> None:
         self.held = self.held.union(queues)
 
-    async def resume(self, queues: Sequence[str]) -> None:
+    async def resume(self, queues: Sequence[str], now: int) -> None:
         self.held = self.held.difference(queues)
 
     async def paused(self) -> frozenset[str]:
@@ -2002,50 +2003,70 @@ class MemoryStore:
 COLUMNS: Final = tuple(itertools.takewhile(lambda name: name != "durable", JobRow.__annotations__))
 ALL: Final = ", ".join(COLUMNS)
 
+JOBS: Final = (
+    """CREATE TABLE tinyq_jobs (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused, so that an old handle cannot find another job
+        id BLOB NOT NULL UNIQUE CHECK (length(id) = 16),
+        namespace TEXT NOT NULL,
+        task TEXT NOT NULL,
+        queue TEXT NOT NULL,
+        lane INTEGER NOT NULL DEFAULT 0,  -- see lane_of; 0: to be found out by the next claim
+        priority INTEGER NOT NULL,
+        run_at INTEGER NOT NULL,
+        created INTEGER NOT NULL,
+        state TEXT NOT NULL  -- (IN would build a table of the five for each row)
+            CHECK (state = 'pending' OR state = 'running' OR state = 'done' OR state = 'dead' OR state = 'cancelled'),
+        ready INTEGER CHECK ((ready IS NOT NULL) = (state = 'pending')),
+        payload_version INTEGER NOT NULL, options TEXT, headers TEXT,
+        key TEXT, expires INTEGER, schedule TEXT, fire_time INTEGER,
+        attempts INTEGER NOT NULL, claim_no INTEGER NOT NULL, snoozes INTEGER NOT NULL,
+        interruptions INTEGER NOT NULL, lost INTEGER NOT NULL, parked INTEGER,
+        worker TEXT, lease INTEGER, started INTEGER, finished INTEGER, cancel_at INTEGER,
+        reason TEXT, error TEXT, traceback TEXT, keep_until INTEGER,
+        payload TEXT, result TEXT  -- last: SQLite reads a row from its start, up to the last column that is asked for
+    ) STRICT""",
+    """CREATE TRIGGER tinyq_moved AFTER UPDATE OF namespace, queue, task ON tinyq_jobs BEGIN
+        UPDATE tinyq_jobs SET lane = 0 WHERE seq = new.seq AND (new.namespace, new.queue, new.task)
+            IS NOT (old.namespace, old.queue, old.task);
+    END""",
+    # Only what may start now is in the claim index: its size, and so the cost of a claim, ignores everything else.
+    "CREATE INDEX tinyq_claim ON tinyq_jobs (lane, priority DESC, run_at) WHERE ready = 1",
+    "CREATE INDEX tinyq_later ON tinyq_jobs (namespace, run_at, priority DESC) WHERE ready = 0",
+    "CREATE INDEX tinyq_fragile ON tinyq_jobs (lane, priority DESC, run_at) WHERE ready = 3",
+    "CREATE INDEX tinyq_leases ON tinyq_jobs (lease) WHERE state = 'running'",
+    "CREATE UNIQUE INDEX tinyq_keys ON tinyq_jobs (namespace, task, key, state) WHERE key IS NOT NULL AND finished IS NULL",
+    "CREATE INDEX tinyq_occurrences ON tinyq_jobs (namespace, schedule) WHERE schedule IS NOT NULL AND finished IS NULL",
+    "CREATE INDEX tinyq_keep ON tinyq_jobs (keep_until) WHERE keep_until IS NOT NULL",
+    "CREATE INDEX tinyq_dead ON tinyq_jobs (namespace, finished, seq, task) WHERE state = 'dead'",
+)
+# What version 1 had, in the order of its columns; its `lane` was text. For a new file the names are enough: the next step makes
+# the table anew.
+FIRST: Final = (
+    "id, namespace, task, queue, priority, run_at, created, state, ready, payload, payload_version, options, headers, key, "
+    "expires, schedule, fire_time, attempts, claim_no, snoozes, interruptions, lost, parked, worker, lease, started, finished, "
+    "cancel_at, reason, error, traceback, result, keep_until"
+)
 # One tuple of statements a version; a file is brought forward by running those it has not seen, in one transaction.
 MIGRATIONS: Final = (
     (
         "CREATE TABLE tinyq_meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT",
-        """CREATE TABLE tinyq_jobs (
-            seq INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused, so that an old handle cannot find another job
-            id BLOB NOT NULL UNIQUE CHECK (length(id) = 16),
-            namespace TEXT NOT NULL,
-            task TEXT NOT NULL,
-            queue TEXT NOT NULL,
-            lane INTEGER NOT NULL DEFAULT 0,  -- see lane_of; 0: to be found out by the next claim
-            priority INTEGER NOT NULL,
-            run_at INTEGER NOT NULL,
-            created INTEGER NOT NULL,
-            state TEXT NOT NULL  -- (IN would build a table of the five for each row)
-                CHECK (state = 'pending' OR state = 'running' OR state = 'done' OR state = 'dead' OR state = 'cancelled'),
-            ready INTEGER CHECK ((ready IS NOT NULL) = (state = 'pending')),
-            payload_version INTEGER NOT NULL, options TEXT, headers TEXT,
-            key TEXT, expires INTEGER, schedule TEXT, fire_time INTEGER,
-            attempts INTEGER NOT NULL, claim_no INTEGER NOT NULL, snoozes INTEGER NOT NULL,
-            interruptions INTEGER NOT NULL, lost INTEGER NOT NULL, parked INTEGER,
-            worker TEXT, lease INTEGER, started INTEGER, finished INTEGER, cancel_at INTEGER,
-            reason TEXT, error TEXT, traceback TEXT, keep_until INTEGER,
-            payload TEXT, result TEXT  -- last: SQLite reads a row from its start, up to the last column that is asked for
-        ) STRICT""",
-        """CREATE TRIGGER tinyq_moved AFTER UPDATE OF namespace, queue, task ON tinyq_jobs BEGIN
-            UPDATE tinyq_jobs SET lane = 0 WHERE seq = new.seq AND (new.namespace, new.queue, new.task)
-                IS NOT (old.namespace, old.queue, old.task);
-        END""",
-        # Only what may start now is in the claim index: its size, and so the cost of a claim, ignores everything else.
-        "CREATE INDEX tinyq_claim ON tinyq_jobs (lane, priority DESC, run_at) WHERE ready = 1",
-        "CREATE INDEX tinyq_later ON tinyq_jobs (namespace, run_at, priority DESC) WHERE ready = 0",
-        "CREATE INDEX tinyq_fragile ON tinyq_jobs (lane, priority DESC, run_at) WHERE ready = 3",
-        "CREATE INDEX tinyq_leases ON tinyq_jobs (lease) WHERE state = 'running'",
-        "CREATE UNIQUE INDEX tinyq_keys ON tinyq_jobs (namespace, task, key, state) WHERE key IS NOT NULL AND finished IS NULL",
-        "CREATE INDEX tinyq_occurrences ON tinyq_jobs (namespace, schedule) WHERE schedule IS NOT NULL AND finished IS NULL",
-        "CREATE INDEX tinyq_keep ON tinyq_jobs (keep_until) WHERE keep_until IS NOT NULL",
+        f"CREATE TABLE tinyq_jobs (seq INTEGER PRIMARY KEY AUTOINCREMENT, {FIRST})",
         """CREATE TABLE tinyq_schedules (
             namespace TEXT NOT NULL, name TEXT NOT NULL, last_fire INTEGER NOT NULL, PRIMARY KEY (namespace, name)
         ) STRICT""",
     ),
     (
+        *(
+            f"DROP INDEX IF EXISTS tinyq_{name}"
+            for name in ("claim", "later", "fragile", "leases", "keys", "occurrences", "keep")
+        ),
+        "ALTER TABLE tinyq_jobs RENAME TO tinyq_first",
+        *JOBS,
+        f"INSERT INTO tinyq_jobs (seq, {FIRST}) SELECT seq, {FIRST} FROM tinyq_first",
+        "DELETE FROM sqlite_sequence WHERE name = 'tinyq_jobs'",  # numbers that were given go on being used up
+        "INSERT INTO sqlite_sequence SELECT 'tinyq_jobs', seq FROM sqlite_sequence WHERE name = 'tinyq_first'",
+        "DROP TABLE tinyq_first",
         "CREATE TABLE tinyq_paused (namespace TEXT NOT NULL, queue TEXT NOT NULL, PRIMARY KEY (namespace, queue)) STRICT",
-        "CREATE INDEX tinyq_dead ON tinyq_jobs (namespace, finished, seq, task) WHERE state = 'dead'",
         """CREATE TABLE tinyq_workers (
             id TEXT PRIMARY KEY, namespace TEXT NOT NULL, port INTEGER, started INTEGER NOT NULL, seen INTEGER NOT NULL
         ) STRICT""",
@@ -2078,8 +2099,9 @@ OVERLAP: Final = "SELECT 1 FROM tinyq_jobs WHERE namespace = ? AND schedule = ? 
 
 # The claim. First whether there is anything at all: what comes due next, and the lowest lane (0: a stray) of each claim index.
 EDGES: Final = (
-    "SELECT (SELECT min(run_at) FROM tinyq_jobs WHERE ready = 0 AND namespace = ?), "
-    "(SELECT min(lane) FROM tinyq_jobs WHERE ready = 1), (SELECT min(lane) FROM tinyq_jobs WHERE ready = 3)"
+    "SELECT (SELECT min(run_at) FROM tinyq_jobs WHERE ready = 0 AND namespace = here.name), "
+    "(SELECT min(lane) FROM tinyq_jobs WHERE ready = 1), (SELECT min(lane) FROM tinyq_jobs WHERE ready = 3), "
+    "(SELECT json_group_array(queue) FROM tinyq_paused WHERE namespace = here.name) FROM (SELECT ? AS name) AS here"
 )
 # The recursion jumps from one non-empty lane of the namespace to the next, whatever is in them.
 LANES: Final = """
@@ -2193,6 +2215,10 @@ def as_values(row: JobRow) -> dict[str, Any]:
     return {name: getattr(row, name) for name in COLUMNS}
 
 
+def paused_queues(db: sqlite3.Connection, namespace: str) -> frozenset[str]:
+    return frozenset(queue for (queue,) in db.execute("SELECT queue FROM tinyq_paused WHERE namespace = ?", (namespace,)))
+
+
 def insert_rows(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow], now: int) -> list[Inserted]:
     inserted: list[Inserted] = []
     for new, some in itertools.groupby(rows, is_new):
@@ -2210,16 +2236,18 @@ def is_new(row: JobRow) -> bool:
     return row.key is None and row.schedule is None and row.claim_no == 0
 
 
+def who_and_when(row: JobRow, namespace: str) -> tuple[Any, ...]:
+    lane = row.lane or lane_of(namespace, row.queue, row.task)
+    return row.id, namespace, row.task, row.queue, lane, row.priority, row.run_at, row.created
+
+
 def insert_new(db: sqlite3.Connection, namespace: str, rows: Iterable[JobRow], now: int) -> None:
-    db.executemany(
-        INSERT_NEW,
-        [
-            (row.id, namespace, row.task, row.queue, row.lane or lane_of(namespace, row.queue, row.task), row.priority,
-             row.run_at, row.created, LATER if row.run_at > now else CLAIMABLE, row.payload, row.payload_version, row.options,
-             row.expires)
-            for row in rows
-        ],
-    )  # fmt: skip
+    values = [
+        (*who_and_when(row, namespace), LATER if row.run_at > now else CLAIMABLE,
+         row.payload, row.payload_version, row.options, row.expires)
+        for row in rows
+    ]  # fmt: skip
+    db.executemany(INSERT_NEW, values)
 
 
 def insert_all(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow], now: int) -> None:
@@ -2238,14 +2266,12 @@ def insert_all(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow], n
 
 def insert_handed(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow]) -> None:
     """Rows that are already leased to the worker who inserts them, and their numbers, which follow one another."""
-    db.executemany(
-        INSERT_HANDED,
-        [
-            (row.id, namespace, row.task, row.queue, lane_of(namespace, row.queue, row.task), row.priority, row.run_at,
-             row.created, row.payload, row.payload_version, row.options, row.expires, row.worker, row.lease, row.started)
-            for row in rows
-        ],
-    )  # fmt: skip
+    values = [
+        (*who_and_when(row, namespace), row.payload, row.payload_version, row.options, row.expires,
+         row.worker, row.lease, row.started)
+        for row in rows
+    ]  # fmt: skip
+    db.executemany(INSERT_HANDED, values)
     last = db.execute("SELECT last_insert_rowid()").fetchone()[0]
     for seq, row in enumerate(rows, last - len(rows) + 1):
         row.seq = seq
@@ -2329,29 +2355,35 @@ def candidates(
     return picked, more or bool(fragile) or len(picked) < len(heads)
 
 
+def edges(db: sqlite3.Connection, namespace: str) -> tuple[int | None, int | None, int | None, frozenset[str]]:
+    """When the next job comes due, the first lane and the first fragile one, and the queues that are paused."""
+    next_at, first, first_fragile, paused = db.execute(EDGES, (namespace,)).fetchone()
+    return next_at, first, first_fragile, frozenset(decode_json(paused))
+
+
 def look_for_due(db: sqlite3.Connection, namespace: str, room: Room, now: int) -> Claimed | None:
     """The answer of a claim that would take nothing and write nothing; None if it would."""
-    next_at, first, first_fragile = db.execute(EDGES, (namespace,)).fetchone()
+    next_at, first, first_fragile, paused = edges(db, namespace)
     if (next_at is not None and next_at <= now) or first == 0 or first_fragile == 0:
         return None
-    lanes, fragile, full = due_lanes(db, namespace, room, first, first_fragile)
-    return None if lanes or (fragile and room.fragile > 0) else Claimed((), next_at, full or bool(fragile))
+    lanes, fragile, full = due_lanes(db, namespace, room.without(paused), first, first_fragile)
+    return None if lanes or (fragile and room.fragile > 0) else Claimed((), next_at, full or bool(fragile), paused)
 
 
 def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, lease: int, now: int) -> Claimed:
-    next_at, first, first_fragile = db.execute(EDGES, (namespace,)).fetchone()
+    next_at, first, first_fragile, paused = edges(db, namespace)
     if next_at is not None and next_at <= now:
         moved = db.execute(COME_DUE, (namespace, now)).rowcount
-        next_at, first, first_fragile = db.execute(EDGES, (namespace,)).fetchone()
+        next_at, first, first_fragile, paused = edges(db, namespace)
         next_at = now if moved == 500 else next_at
     if first == 0 or first_fragile == 0:
         lanes = [(lane_of(*where), seq) for seq, *where in db.execute(STRAYS).fetchall()]
         db.executemany("UPDATE tinyq_jobs SET lane = ? WHERE seq = ?", lanes)
         next_at = now if len(lanes) == 500 else next_at
-    seqs, more = candidates(db, namespace, room, first, first_fragile)
+    seqs, more = candidates(db, namespace, room.without(paused), first, first_fragile)
     rows = [claimed_row(db, values, worker, lease, now) for values in take(db, namespace, seqs, worker, lease, now)]
     rows.sort(key=lambda row: (-row.priority, row.run_at, row.seq))  # RETURNING has no order
-    return Claimed(rows, next_at, more)
+    return Claimed(rows, next_at, more, paused)
 
 
 def take(db: sqlite3.Connection, namespace: str, seqs: Sequence[int], worker: str, lease: int, now: int) -> Sequence[Any]:
@@ -2482,21 +2514,6 @@ def purge_rows(db: sqlite3.Connection, namespace: str, ids: Sequence[bytes], bul
     which = "state = 'dead'" if bulk else "finished IS NOT NULL"
     delete = f"DELETE FROM tinyq_jobs WHERE namespace = ? AND id = ? AND {which}"
     return db.executemany(delete, [(namespace, id) for id in ids]).rowcount if ids else 0
-
-
-def paused_queues(db: sqlite3.Connection, namespace: str) -> frozenset[str]:
-    return frozenset(queue for (queue,) in db.execute("SELECT queue FROM tinyq_paused WHERE namespace = ?", (namespace,)))
-
-
-def claim_unpaused(db: sqlite3.Connection, namespace: str, room: Room, worker: str, lease: int, now: int) -> Claimed:
-    paused = paused_queues(db, namespace)
-    return claim_rows(db, namespace, room.without(paused), worker, lease, now)._replace(paused=paused)
-
-
-def look_for_unpaused(db: sqlite3.Connection, namespace: str, room: Room, now: int) -> Claimed | None:
-    paused = paused_queues(db, namespace)
-    found = look_for_due(db, namespace, room.without(paused), now)
-    return None if found is None else found._replace(paused=paused)
 
 
 def read_rows(db: sqlite3.Connection, namespace: str, ids: Sequence[bytes], columns: str = ALL) -> list[JobRow]:
@@ -2666,29 +2683,34 @@ def patiently(call: Callable[[], T], deadline: float) -> T:
         time.sleep(dice().uniform(0.0002, 0.0015))
 
 
+def committed(db: sqlite3.Connection, work: Callable[[], T], deadline: float) -> T:
+    """What the work answers, in a write transaction of its own; after an error nothing of it is left."""
+    patiently(lambda: db.execute("BEGIN IMMEDIATE"), deadline)
+    try:
+        answer = work()
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
+    return answer
+
+
+def answer_all(db: sqlite3.Connection, namespace: str, ops: Sequence[Op]) -> list[Any]:
+    insert_all(db, namespace, [row for op in ops for row in op.rows], max(op.now for op in ops))
+    return [attempt(db, op, alone=len(ops) == 1) for op in ops]
+
+
 def in_transaction(db: sqlite3.Connection, namespace: str, ops: Sequence[Op], deadline: float) -> list[Any]:
     """The answers of all operations, committed; or an error, and nothing was written."""
     relaxed = getattr(db, "full", False) and all(op.light for op in ops)
     if relaxed:  # what a power cut takes along of these is done again: no reason to wait for the disk
         db.execute("PRAGMA synchronous = NORMAL")
     try:
-        return write_all(db, namespace, ops, deadline)
+        return committed(db, lambda: answer_all(db, namespace, ops), deadline)
     finally:
         if relaxed:
             db.execute("PRAGMA synchronous = FULL")
-
-
-def write_all(db: sqlite3.Connection, namespace: str, ops: Sequence[Op], deadline: float) -> list[Any]:
-    patiently(lambda: db.execute("BEGIN IMMEDIATE"), deadline)
-    try:
-        insert_all(db, namespace, [row for op in ops for row in op.rows], max(op.now for op in ops))
-        answers = [attempt(db, op, alone=len(ops) == 1) for op in ops]
-        db.execute("COMMIT")
-    except BaseException:
-        if db.in_transaction:
-            db.execute("ROLLBACK")
-        raise
-    return answers
 
 
 def attempt(db: sqlite3.Connection, op: Op, alone: bool) -> Any:
@@ -2825,17 +2847,14 @@ def prepare(db: sqlite3.Connection, path: str, synchronous: str) -> dict[str, An
     patiently(lambda: db.execute(f"PRAGMA synchronous = {synchronous}"), deadline)
     patiently(lambda: db.execute("PRAGMA wal_autocheckpoint = 0"), deadline)  # see LogFile
     if patiently(lambda: schema_version(db, path), deadline) < len(MIGRATIONS):
-        patiently(lambda: db.execute("BEGIN IMMEDIATE"), deadline)
-        try:
-            for statement in itertools.chain(*MIGRATIONS[schema_version(db, path) :]):
-                db.execute(statement)
-            db.execute("INSERT OR REPLACE INTO tinyq_meta VALUES ('schema', ?)", (len(MIGRATIONS),))
-            db.execute("COMMIT")
-        except BaseException:
-            if db.in_transaction:
-                db.execute("ROLLBACK")
-            raise
+        committed(db, lambda: migrate(db, path), deadline)
     return {"path": path, "sqlite": sqlite3.sqlite_version, "journal": mode, "synchronous": synchronous}
+
+
+def migrate(db: sqlite3.Connection, path: str) -> None:
+    for statement in itertools.chain(*MIGRATIONS[schema_version(db, path) :]):
+        db.execute(statement)
+    db.execute("INSERT OR REPLACE INTO tinyq_meta VALUES ('schema', ?)", (len(MIGRATIONS),))
 
 
 def schema_version(db: sqlite3.Connection, path: str) -> int:
@@ -3088,8 +3107,8 @@ class SQLiteStore:
 
     async def claim(self, room: Room, worker: str, lease: int, now: int) -> Claimed:
         return await self._write(
-            lambda db: claim_unpaused(db, self._namespace, room, worker, lease, now),
-            look=lambda db: look_for_unpaused(db, self._namespace, room, now),
+            lambda db: claim_rows(db, self._namespace, room, worker, lease, now),
+            look=lambda db: look_for_due(db, self._namespace, room, now),
             patience=CLAIM_PATIENCE,
             light=True,
         )
@@ -3141,9 +3160,8 @@ class SQLiteStore:
     async def pause(self, queues: Sequence[str]) -> None:
         await self._write(lambda db: db.executemany(PAUSE, [(self._namespace, queue) for queue in queues]).rowcount)
 
-    async def resume(self, queues: Sequence[str]) -> None:
+    async def resume(self, queues: Sequence[str], now: int) -> None:
         resumed = [(self._namespace, queue) for queue in queues]
-        now = time.time_ns() // 1000
         await self._write(lambda db: self._note_due(db.executemany(RESUME, resumed).rowcount, now))
 
     async def paused(self) -> frozenset[str]:
@@ -3621,7 +3639,7 @@ class Pulse:
         listed = not self._config.worker or moment - self._enlisted < third
         if listed and not claims:
             return
-        answers = patiently(lambda: self._write(db, claims), time.monotonic() + PULSE_PATIENCE)
+        answers = committed(db, lambda: self._write(db, claims), time.monotonic() + PULSE_PATIENCE)
         self._enlisted = moment
         if claims:
             self._renewed_here = moment
@@ -3637,18 +3655,10 @@ class Pulse:
 
     def _write(self, db: sqlite3.Connection, claims: Sequence[tuple[int, int, str | None]]) -> dict[int, int | None]:
         now = self._config.clock.time()
-        db.execute("BEGIN IMMEDIATE")
-        try:
-            if self._config.worker:
-                db.execute(ENLIST, (self._worker, self._config.namespace, self._port, self._started, now))
-                db.execute(STRIKE_OFF, ("", now - max(STUCK * self._lease, 86_400_000_000)))
-            answers = extend_leases(db, claims, now + self._lease) if claims else {}
-            db.execute("COMMIT")
-        except BaseException:
-            if db.in_transaction:
-                db.execute("ROLLBACK")
-            raise
-        return answers
+        if self._config.worker:
+            db.execute(ENLIST, (self._worker, self._config.namespace, self._port, self._started, now))
+            db.execute(STRIKE_OFF, ("", now - max(STUCK * self._lease, 86_400_000_000)))
+        return extend_leases(db, claims, now + self._lease) if claims else {}
 
     def _leave(self) -> None:
         """Nobody need ring here any more. A row that cannot be deleted now is pruned by others when it is old."""
@@ -4000,11 +4010,13 @@ def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
             raise ValueError("an outcome without a claim is not written")
 
 
-def done_with(row: JobRow) -> Settlement:
-    """Done, and nothing of it is kept."""
+def done_with(
+    row: JobRow, reason: str | None = None, result: str | None = None, until: int | None = None, keep: bool = False
+) -> Settlement:
+    """Done; without more, nothing of it is kept."""
     return Settlement(
         row.seq, row.claim_no, IS_DONE, row.run_at, row.attempts, row.snoozes, row.interruptions, row.lost, None,
-        None, None, None, None, None, False,
+        reason, None, None, result, until, keep,
     )  # fmt: skip
 
 
@@ -4019,10 +4031,7 @@ def done(row: JobRow, outcome: Outcome, settings: Settings, now: int) -> Settlem
         if found:
             log.warning("%s is done, but %s: JSON cannot carry that, so no result is kept", label(row), found)
     ttl = settings.result_ttl
-    return Settlement(
-        row.seq, row.claim_no, State.DONE, row.run_at, row.attempts, row.snoozes, row.interruptions, row.lost, None,
-        outcome.reason, None, None, result, None if ttl == math.inf else later(now, ttl) if ttl else now, ttl > 0,
-    )  # fmt: skip
+    return done_with(row, outcome.reason, result, None if ttl == math.inf else later(now, ttl), ttl > 0)
 
 
 def failed(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: random.Random | None) -> Settlement:
@@ -5317,8 +5326,9 @@ class Inquiries(Intake):
 
     async def resume(self, queue: str) -> None:
         store = self.durable.store if self.durable is not None else self.memory_store
-        await store.resume([queue])
-        await self.memory_store.resume([queue])
+        now = self.clock.time()
+        await store.resume([queue], now)
+        await self.memory_store.resume([queue], now)
         self.crew.pauses += 1
         for tier in self.crew.tiers:
             tier.wake.set()
@@ -5946,8 +5956,7 @@ class TinyQ:
         self._was_stopped = False
         self._strangers: set[str] = set()  # names of tasks of other processes
         self._reconfigurable = False  # the options given so far may be overridden
-        self._bare = functools.lru_cache(256)(make_handler)
-        self._quick: dict[Any, Handler] = {}  # what was handed to enqueue before
+        self._quick: dict[Any, Handler] = {}  # what was handed to enqueue before, and what is known of bare callables
         self._plans: dict[Any, Sequence[Plan]] = {}  # the same with options
 
     # registration
@@ -6161,12 +6170,15 @@ class TinyQ:
     def _meet(self, fn: Any) -> Handler:
         """What is enqueued for the first time, without options."""
         handler = cast(Handler, self._find(fn, False)[0])
+        self._keep(fn, handler)
+        return handler
+
+    def _keep(self, fn: Any, handler: Handler) -> None:
         if not isinstance(fn, (str, functools.partial)):
             if len(self._quick) >= 256:
                 self._quick.clear()
             with contextlib.suppress(TypeError):  # not hashable
                 self._quick[fn] = handler
-        return handler
 
     def _find(self, fn: Any, durable: bool) -> tuple[Handler | None, str]:
         """The handler behind what was handed to enqueue; None for the name of a task that only other processes know."""
@@ -6184,9 +6196,12 @@ class TinyQ:
                 self._greet(text(fn, "a task's name"))
             return handler, fn
         try:
-            handler = self._of_functions.get(fn) or (make_handler if isinstance(fn, functools.partial) else self._bare)(fn)
-        except TypeError:  # not hashable, or not callable, which make_handler explains
+            handler = self._of_functions.get(fn) or self._quick.get(fn)
+        except TypeError:  # not hashable
+            handler = None
+        if handler is None:
             handler = make_handler(fn)
+            self._keep(fn, handler)
         return handler, handler.name
 
     def _greet(self, name: str) -> None:
@@ -6324,7 +6339,6 @@ class TinyQ:
         self._starting = True
         try:
             config = configure_from({**self._environment(), **self._given})
-            self._bare.cache_clear()
             self._quick.clear()
             self._plans.clear()
             engine = Engine(config, self._handlers)

@@ -1,9 +1,13 @@
 """What several test files need: waiting for a condition, and stopping a TinyQ whose clock stands still."""
 
 import asyncio
+import sqlite3
 from collections.abc import Callable
-from typing import Protocol, Unpack
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Protocol, Unpack
 
+import pytest
 from clock import FakeClock
 
 import tinyq
@@ -29,3 +33,27 @@ async def stopped_at_once(q: TinyQ, clock: FakeClock) -> None:
     await asyncio.wait({stopping}, timeout=0.5)  # threads write outcomes while this clock stands still
     await eventually(stopping.done, clock, 0.5)
     await stopping
+
+
+def rows(file: Path, columns: str) -> list[Any]:
+    """What is in the table, in the order of enqueuing."""
+    with closing(sqlite3.connect(file, timeout=10)) as db:
+        return db.execute(f"SELECT {columns} FROM tinyq_jobs ORDER BY seq").fetchall()
+
+
+def edit(file: Path, sql: str, *parameters: object) -> None:
+    with closing(sqlite3.connect(file, timeout=10, isolation_level=None)) as db:
+        assert db.execute(sql, parameters).rowcount > 0
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[object]:
+    """The arguments of each call of a function of the module, from now on."""
+    calls: list[object] = []
+    original = getattr(tinyq, name)
+
+    def call(*given: Any) -> Any:
+        calls.append(given)
+        return original(*given)
+
+    monkeypatch.setattr(tinyq, name, call)
+    return calls

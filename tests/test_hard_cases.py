@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from clock import FakeClock
 from conftest import OpenAt
-from helpers import Open, eventually, stopped_at_once
+from helpers import Open, edit, eventually, rows, stopped_at_once
 
 import tinyq
 from tinyq import Cancel, Job, JobCancelled, JobFailed, NoResult, Room, ShuttingDown, Snooze, SQLiteStore, State, StoreBusy, TinyQ
@@ -25,17 +25,6 @@ ROOT = Path(__file__).parents[1]
 ENDED = (State.DONE, State.DEAD, State.CANCELLED)
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def rows(file: Path, columns: str) -> list[Any]:
-    """What is in the table, in the order of enqueuing."""
-    with closing(sqlite3.connect(file, timeout=10)) as db:
-        return db.execute(f"SELECT {columns} FROM tinyq_jobs ORDER BY seq").fetchall()
-
-
-def edit(file: Path, sql: str, *parameters: object) -> None:
-    with closing(sqlite3.connect(file, timeout=10, isolation_level=None)) as db:
-        assert db.execute(sql, parameters).rowcount > 0
 
 
 @contextmanager

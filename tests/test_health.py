@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Open, eventually
+from helpers import Open, counted, eventually
 
 import tinyq
 from tinyq import Health, SystemClock, TinyQ
@@ -181,15 +181,7 @@ async def test_due_jobs_of_a_task_that_nobody_knows_are_a_reason_until_somebody_
 @pytest.fixture
 def upkeeps(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What is done in each upkeep, of whatever process."""
-    made: list[object] = []
-    original = tinyq.nothing_to_prune
-
-    def nothing_to_prune(*given: Any) -> Any:
-        made.append(given)
-        return original(*given)
-
-    monkeypatch.setattr(tinyq, "nothing_to_prune", nothing_to_prune)
-    return made
+    return counted(monkeypatch, "nothing_to_prune")
 
 
 async def test_jobs_that_another_worker_takes_are_no_reason(q: TinyQ, open_file: Open, upkeeps: list[object]) -> None:
@@ -221,14 +213,7 @@ async def test_an_index_with_jobs_that_are_not_in_the_table_is_a_reason_and_does
     async with TinyQ(file, worker=False) as producer:
         await producer.enqueue("note", durable=True)
     lose_rows_but_keep_index_entries(file)
-    claims: list[object] = []
-    original = tinyq.claim_rows
-
-    def claim_rows(*given: Any) -> Any:
-        claims.append(given)
-        return original(*given)
-
-    monkeypatch.setattr(tinyq, "claim_rows", claim_rows)
+    claims = counted(monkeypatch, "claim_rows")
     q = await open_file(clock=SystemClock())
 
     @q.task(name="note")

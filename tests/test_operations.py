@@ -13,24 +13,13 @@ import pytest
 from clock import FakeClock
 from conftest import OpenAt
 from fleet import Fleet
-from helpers import Open, eventually
+from helpers import Open, edit, eventually, rows
 from servers import wait_until
 
 import tinyq
 from tinyq import Job, SQLiteStore, State, TinyQ
 
 pytestmark = pytest.mark.timeout(90)
-
-
-def rows(file: Path, columns: str) -> list[Any]:
-    """What is in the table, in the order of enqueuing."""
-    with closing(sqlite3.connect(file, timeout=10)) as db:
-        return db.execute(f"SELECT {columns} FROM tinyq_jobs ORDER BY seq").fetchall()
-
-
-def edit(file: Path, sql: str, *parameters: object) -> None:
-    with closing(sqlite3.connect(file, timeout=10, isolation_level=None)) as db:
-        assert db.execute(sql, parameters).rowcount > 0
 
 
 def lose(file: Path, clock: FakeClock, **changes: object) -> None:

@@ -969,7 +969,7 @@ async def test_nothing_of_a_paused_queue_is_claimed(store: Store) -> None:
     assert await store.paused() == {"mail", "alarm"}
     assert [row.id for row in await claim(store)] == [free.id]
     assert [row.id for row in await claim(store, room(named={"mail": 5}))] == []
-    await store.resume(["mail", "never heard of"])
+    await store.resume(["mail", "never heard of"], NOW)
     assert await store.paused() == {"alarm"}
     assert [row.id for row in await claim(store)] == [held.id]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fleet import Fleet
-from helpers import Open, eventually
+from helpers import Open, counted, eventually
 
 import tinyq
 from tinyq import SystemClock, TinyQ
@@ -49,15 +49,7 @@ def open_real(open_file: Open) -> Open:
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The looks of all claims."""
-    made: list[object] = []
-    original = tinyq.look_for_due
-
-    def look(*given: Any) -> Any:
-        made.append(given)
-        return original(*given)
-
-    monkeypatch.setattr(tinyq, "look_for_due", look)
-    return made
+    return counted(monkeypatch, "look_for_due")
 
 
 def query(file: Path, sql: str, *values: object) -> list[tuple[Any, ...]]:
@@ -388,14 +380,7 @@ async def test_results_from_another_process_arrive_by_looks_that_are_shared(
         return 2 * n
 
     jobs = await asking.enqueue_many([("double", (n,)) for n in range(50)], durable=True, result_ttl=60)
-    looks: list[object] = []
-    original = tinyq.read_rows
-
-    def read_rows(*given: Any) -> Any:
-        looks.append(given)
-        return original(*given)
-
-    monkeypatch.setattr(tinyq, "read_rows", read_rows)
+    looks = counted(monkeypatch, "read_rows")
     waiting = [asyncio.create_task(job.result(timeout=10)) for job in jobs]
     await eventually(lambda: looks)  # they all wait by now
     go.set()
