@@ -25,29 +25,37 @@ Contents
      5. Vocabulary: what travels inside
      6. Time
      7. Payload
-     8. Options of a job
-     9. Options of a TinyQ
-    10. Handlers, and the options of a call
-    11. Store contract
-    12. Memory store
-    13. SQLite store: schema and statements
-    14. SQLite store: rows in one transaction
-    15. SQLite store: the owner of the file
-    16. SQLite store: the class
-    17. SQLite store: the pulse
-    18. Running one job: its place and its thread
-    19. Running one job: the call
-    20. Running one job: the decision
-    21. Loops: driver and slots
-    22. Loops: the crew that claims, runs and settles
-    23. Loops: schedules
-    24. Engine: taking work in
-    25. Engine: asking about jobs
-    26. Engine: from start to stop
-    27. Job handle
-    28. Tasks
-    29. TinyQ
-    30. Default instance
+     8. Payload: what annotations say
+     9. Options of a job
+    10. Options of a TinyQ
+    11. Handlers, and the options of a call
+    12. Store contract
+    13. Memory store
+    14. SQLite store: schema and statements
+    15. SQLite store: rows in one transaction
+    16. SQLite store: the owner of the file
+    17. SQLite store: the caller's connection
+    18. SQLite store: the class
+    19. SQLite store: the pulse
+    20. SQLite store: without an event loop
+    21. Running one job: its place and its thread
+    22. Running one job: what its handler depends on
+    23. Running one job: a process of its own
+    24. Running one job: the call
+    25. Running one job: the decision
+    26. Loops: driver and slots
+    27. Loops: the crew that claims, runs and settles
+    28. Loops: schedules
+    29. Engine: taking work in
+    30. Engine: asking about jobs
+    31. Engine: from start to stop
+    32. Engine: under test
+    33. Job handle
+    34. Tasks
+    35. Test kit
+    36. TinyQ
+    37. Default instance
+    38. Command line
 """
 
 # ── 1. Imports and surface ────────────────────────────────────────────────────────────────────────────────────────────
@@ -1142,7 +1150,11 @@ def traceback_text(error: BaseException) -> str:
         return "(it cannot be shown)"
 
 
-# ── 8. Options of a job ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── 8. Payload: what annotations say ──────────────────────────────────────────────────────────────────────────────────
+# Arguments that JSON has no word for, carried as their annotations say.
+
+
+# ── 9. Options of a job ───────────────────────────────────────────────────────────────────────────────────────────────
 # What a user may say about a job, checked at the call, with the way out in the message; and how it is stored with the row.
 
 
@@ -1284,7 +1296,7 @@ def decode_overrides(text: str | None) -> dict[str, Any]:
         raise Undecodable(f"undecodable: the options are not what this tinyq stores ({type(error).__name__})") from None
 
 
-# ── 9. Options of a TinyQ ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── 10. Options of a TinyQ ────────────────────────────────────────────────────────────────────────────────────────────
 # The outermost level: what an instance is given, and what the environment may say.
 
 
@@ -1427,7 +1439,7 @@ def from_environment() -> dict[str, Any]:
     return found
 
 
-# ── 10. Handlers, and the options of a call ───────────────────────────────────────────────────────────────────────────
+# ── 11. Handlers, and the options of a call ───────────────────────────────────────────────────────────────────────────
 # What is known of a callable, and which options hold for a call of it.
 
 
@@ -1512,7 +1524,7 @@ def positional_bounds(signature: inspect.Signature | None) -> tuple[float, float
     return fewest, most
 
 
-# ── 11. Store contract ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── 12. Store contract ────────────────────────────────────────────────────────────────────────────────────────────────
 # Where jobs live. A store knows rows, leases and claim numbers; it reads no clock, computes no backoff, looks up no task.
 # Each verb takes a list, is one transaction, and says which rows it changed. Raises StoreError, StoreBusy.
 
@@ -1657,7 +1669,7 @@ def apply(row: JobRow, change: Settlement, now: int) -> None:
     row.lease = row.ready = None
 
 
-# ── 12. Memory store ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── 13. Memory store ──────────────────────────────────────────────────────────────────────────────────────────────────
 # Best-effort jobs: the same verbs over Python objects. It never suspends, so its verbs are atomic by themselves.
 
 Entry = tuple[int, int, int, int, JobRow]  # sorts as a claim takes: -priority, run_at, seq; then the ticket of this entry
@@ -1997,7 +2009,7 @@ class MemoryStore:
                 self._become_pending(row, now, held=running is not None)
 
 
-# ── 13. SQLite store: schema and statements ───────────────────────────────────────────────────────────────────────────
+# ── 14. SQLite store: schema and statements ───────────────────────────────────────────────────────────────────────────
 # The tables, and every statement that is used more than once. Needs SQLite 3.38 (->> on JSON), STRICT tables with it.
 
 COLUMNS: Final = tuple(itertools.takewhile(lambda name: name != "durable", JobRow.__annotations__))
@@ -2179,7 +2191,7 @@ PAUSE: Final = "INSERT OR IGNORE INTO tinyq_paused (namespace, queue) VALUES (?,
 RESUME: Final = "DELETE FROM tinyq_paused WHERE namespace = ? AND queue = ?"
 
 
-# ── 14. SQLite store: rows in one transaction ─────────────────────────────────────────────────────────────────────────
+# ── 15. SQLite store: rows in one transaction ─────────────────────────────────────────────────────────────────────────
 # What each verb does to the file, given a connection inside BEGIN IMMEDIATE. Plain functions in the thread of the owner.
 
 
@@ -2540,7 +2552,7 @@ def prune_rows(db: sqlite3.Connection, now: int, limit: int) -> int:
     return db.execute(delete, (now, limit)).rowcount
 
 
-# ── 15. SQLite store: the owner of the file ───────────────────────────────────────────────────────────────────────────
+# ── 16. SQLite store: the owner of the file ───────────────────────────────────────────────────────────────────────────
 # All writes of a process go through one task, which takes whatever is waiting as one unit: one thread hop, one BEGIN
 # IMMEDIATE … COMMIT. A unit commits or rolls back whole, whatever becomes of those who wait for it. aiosqlite owns the
 # thread; no SQLite call runs on the event loop's thread.
@@ -2888,8 +2900,8 @@ def store_error(error: BaseException, path: str) -> BaseException:
     return StoreError(f"{path}: {error} ({name}){': ' + hint if hint else ''}")
 
 
-# ── 16. SQLite store: the class ───────────────────────────────────────────────────────────────────────────────────────
-# The verbs over the owner. Writes queue up for one task; reads have a connection of their own and see what is committed.
+# ── 17. SQLite store: the caller's connection ─────────────────────────────────────────────────────────────────────────
+# `tx=`: a job is written through the caller's own connection, in its transaction and its thread.
 
 
 def file_identity(path: str) -> tuple[int, int] | None:
@@ -2898,41 +2910,6 @@ def file_identity(path: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
-
-
-MOUNTS = "/proc/self/mounts"  # Linux only
-UNFIT: Final[Mapping[str, str]] = {
-    **dict.fromkeys(
-        ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "gpfs", "beegfs", "fuse.sshfs"),
-        "a network file system, on which SQLite's locks and its shared memory cannot be relied upon: use a local disk",
-    ),
-    "overlay": "a container's own layer, which is gone with the container: use a volume",
-    **dict.fromkeys(("tmpfs", "ramfs"), "memory, which is gone with the machine's next start: use a disk"),
-}
-
-
-def warn_if_unfit(path: str) -> None:
-    """Say so if the file lies where it is not safe, as far as the system tells."""
-    try:
-        with open(MOUNTS, encoding="utf-8", errors="surrogateescape") as mounts:
-            fields = [line.split(" ") for line in mounts]
-    except OSError:
-        return
-    real, best, kind = os.path.realpath(path), "", ""
-    for _, point, found, *_ in fields:
-        point = point.replace("\\040", " ").rstrip("/")
-        if len(point) >= len(best) and real.startswith(f"{point}/"):  # of two on one point the later one covers the other
-            best, kind = point, found
-    if kind in UNFIT:
-        log.warning("%s is on %s (%s), %s", path, kind, best or "/", UNFIT[kind])
-
-
-async def joined(threads: Sequence[threading.Thread], busy: int = 0) -> None:
-    """Wait for threads that were told to end and have nothing left to do, but for so many; at most a second."""
-    for _ in range(1_000):
-        if sum(thread.is_alive() for thread in threads) <= busy:
-            break
-        await asyncio.sleep(0.001)
 
 
 class Plain:
@@ -3057,6 +3034,45 @@ def tx_error(error: Exception, path: str) -> Exception:
         )
     hint = ": your connection may only read" if "readonly" in str(error) else ""
     return StoreError(f"{path}, through your connection: {error}{hint}; the job was not stored")
+
+
+# ── 18. SQLite store: the class ───────────────────────────────────────────────────────────────────────────────────────
+# The verbs over the owner. Writes queue up for one task; reads have a connection of their own and see what is committed.
+
+
+MOUNTS = "/proc/self/mounts"  # Linux only
+UNFIT: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "gpfs", "beegfs", "fuse.sshfs"),
+        "a network file system, on which SQLite's locks and its shared memory cannot be relied upon: use a local disk",
+    ),
+    "overlay": "a container's own layer, which is gone with the container: use a volume",
+    **dict.fromkeys(("tmpfs", "ramfs"), "memory, which is gone with the machine's next start: use a disk"),
+}
+
+
+def warn_if_unfit(path: str) -> None:
+    """Say so if the file lies where it is not safe, as far as the system tells."""
+    try:
+        with open(MOUNTS, encoding="utf-8", errors="surrogateescape") as mounts:
+            fields = [line.split(" ") for line in mounts]
+    except OSError:
+        return
+    real, best, kind = os.path.realpath(path), "", ""
+    for _, point, found, *_ in fields:
+        point = point.replace("\\040", " ").rstrip("/")
+        if len(point) >= len(best) and real.startswith(f"{point}/"):  # of two on one point the later one covers the other
+            best, kind = point, found
+    if kind in UNFIT:
+        log.warning("%s is on %s (%s), %s", path, kind, best or "/", UNFIT[kind])
+
+
+async def joined(threads: Sequence[threading.Thread], busy: int = 0) -> None:
+    """Wait for threads that were told to end and have nothing left to do, but for so many; at most a second."""
+    for _ in range(1_000):
+        if sum(thread.is_alive() for thread in threads) <= busy:
+            break
+        await asyncio.sleep(0.001)
 
 
 class SQLiteStore:
@@ -3413,7 +3429,7 @@ class SQLiteStore:
         return ops
 
 
-# ── 17. SQLite store: the pulse ───────────────────────────────────────────────────────────────────────────────────────
+# ── 19. SQLite store: the pulse ───────────────────────────────────────────────────────────────────────────────────────
 # A thread with a connection of its own, for what must go on while the event loop is blocked: leases are renewed, and the
 # process stays listed. It also hears of what others wrote; so does the doorbell, a datagram that can only cause a look.
 
@@ -3669,7 +3685,11 @@ class Pulse:
         self._disconnect()
 
 
-# ── 18. Running one job: its place and its thread ─────────────────────────────────────────────────────────────────────
+# ── 20. SQLite store: without an event loop ───────────────────────────────────────────────────────────────────────────
+# Jobs enqueued from threads and scripts in which no engine runs: straight into the file.
+
+
+# ── 21. Running one job: its place and its thread ─────────────────────────────────────────────────────────────────────
 # What is known of a job while it runs here. Plain functions run in daemon threads of tinyq's own: an executor's threads would
 # hold up the interpreter's exit, and a shared pool that is full would delay timeouts.
 
@@ -3825,7 +3845,15 @@ async def call_in_thread(job: Running, threads: Threads, call: Callable[[], Any]
     return future.result()
 
 
-# ── 19. Running one job: the call ─────────────────────────────────────────────────────────────────────────────────────
+# ── 22. Running one job: what its handler depends on ──────────────────────────────────────────────────────────────────
+# FastAPI's `Depends` on a handler's parameters.
+
+
+# ── 23. Running one job: a process of its own ─────────────────────────────────────────────────────────────────────────
+# A spawned child per running job.
+
+
+# ── 24. Running one job: the call ─────────────────────────────────────────────────────────────────────────────────────
 # User code is awaited in `call_handler` and nowhere else. Whatever it does (return, raise, time out, be cancelled, call
 # sys.exit) comes back as an Outcome.
 
@@ -3953,7 +3981,7 @@ def after_stop(job: Running, outcome: Outcome, from_outside: bool) -> Outcome:
     return outcome
 
 
-# ── 20. Running one job: the decision ─────────────────────────────────────────────────────────────────────────────────
+# ── 25. Running one job: the decision ─────────────────────────────────────────────────────────────────────────────────
 # What follows from an outcome: pure, no store and no clock. The claim has counted the start already; what was no real
 # attempt gives it back, and is bounded by a counter of its own.
 
@@ -4082,7 +4110,7 @@ def report(row: JobRow, outcome: Outcome, change: Settlement) -> None:
         log.info("%s is %s: %s", label(row), change.state, outcome.reason)
 
 
-# ── 21. Loops: driver and slots ───────────────────────────────────────────────────────────────────────────────────────
+# ── 26. Loops: driver and slots ───────────────────────────────────────────────────────────────────────────────────────
 # A loop is a step: it takes the time, does one round and returns the seconds to sleep. One driver runs them all.
 
 Step = Callable[[int], Awaitable[float]]
@@ -4200,7 +4228,7 @@ def on_signals(callback: Callable[[], None], *, chain: bool) -> Iterator[None]:
             signal.raise_signal(number)
 
 
-# ── 22. Loops: the crew that claims, runs and settles ─────────────────────────────────────────────────────────────────
+# ── 27. Loops: the crew that claims, runs and settles ─────────────────────────────────────────────────────────────────
 # Knows what runs here. Takes rows from a tier when there is room, runs each in a task of its own, writes what came of it,
 # keeps leases alive and takes over those of workers that died.
 
@@ -4672,7 +4700,7 @@ class Crew:
         return Settings(**{**overrides, "retry": Retry(max_attempts=math.inf)})
 
 
-# ── 23. Loops: schedules ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── 28. Loops: schedules ──────────────────────────────────────────────────────────────────────────────────────────────
 # Fire times are multiples of the period since the epoch, the same in every process. One scheduler a tier, with one heap.
 
 LONGEST_SLEEP: Final = 60.0  # so that a step of the wall clock, or a suspended machine, is noticed
@@ -4766,7 +4794,7 @@ class Scheduler:
             self._tier.wake.set()
 
 
-# ── 24. Engine: taking work in ────────────────────────────────────────────────────────────────────────────────────────
+# ── 29. Engine: taking work in ────────────────────────────────────────────────────────────────────────────────────────
 # What lives between `start` and `stop` is the engine, told in three layers. This one holds the stores and the crew, makes rows
 # and inserts them, and knows the bounds of what waits in memory.
 
@@ -5106,7 +5134,7 @@ async def contained(coro: Coroutine[Any, Any, T]) -> T:
         raise JobFailed(type(error).__qualname__, str(error)) from error
 
 
-# ── 25. Engine: asking about jobs ─────────────────────────────────────────────────────────────────────────────────────
+# ── 30. Engine: asking about jobs ─────────────────────────────────────────────────────────────────────────────────────
 # What handles need: reading, waiting, cancelling, promoting. Knows that a job may run in another process.
 
 
@@ -5417,7 +5445,7 @@ class Inquiries(Intake):
         return promoted
 
 
-# ── 26. Engine: from start to stop ────────────────────────────────────────────────────────────────────────────────────
+# ── 31. Engine: from start to stop ────────────────────────────────────────────────────────────────────────────────────
 # Opens the store, begins the loops, and takes everything down again on the one path that there is.
 
 EXTRA: Final = 2.0  # seconds for `finally` blocks after the grace
@@ -5741,7 +5769,11 @@ def several_workers() -> bool:
     return multiprocessing is not None and multiprocessing.parent_process() is not None
 
 
-# ── 27. Job handle ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── 32. Engine: under test ────────────────────────────────────────────────────────────────────────────────────────────
+# The engine without loops, threads and files that the test kit steps by hand.
+
+
+# ── 33. Job handle ────────────────────────────────────────────────────────────────────────────────────────────────────
 # What `enqueue` and `get` answer. Never None: a handle, or an error.
 
 
@@ -5861,7 +5893,7 @@ class Job(Generic[R_co]):
         return bool(await self._engine.promote([row]))
 
 
-# ── 28. Tasks ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── 34. Tasks ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 # What a decorated function becomes: callable as before, and able to enqueue itself with its own typed signature.
 
 
@@ -5929,7 +5961,11 @@ class Decorator(Protocol):
     def __call__(self, fn: Callable[P, R], /) -> Task[P, R, R]: ...
 
 
-# ── 29. TinyQ ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── 35. Test kit ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# What `with q.testing() as jobs:` gives.
+
+
+# ── 36. TinyQ ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 # The object behind everything: registration at any time, an engine between start and stop.
 
 
@@ -6536,7 +6572,7 @@ def warn_if_never_started(q: weakref.ref[TinyQ]) -> None:
         log.warning("%d schedule%s registered, and tinyq was never started: nothing ran", n, "" if n == 1 else "s")
 
 
-# ── 30. Default instance ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── 37. Default instance ──────────────────────────────────────────────────────────────────────────────────────────────
 # The functions of the module are the methods of one TinyQ, which `configure`, `lifespan` or the environment sets up.
 
 _default: Final = TinyQ()
@@ -6599,3 +6635,7 @@ async def lifespan(
 def run(q: TinyQ | None = None) -> None:
     """Run a TinyQ (default: the default instance) until SIGINT or SIGTERM."""
     (q or _default).run()
+
+
+# ── 38. Command line ──────────────────────────────────────────────────────────────────────────────────────────────────
+# `python -m tinyq worker main:app`. Public methods only.
