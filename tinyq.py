@@ -110,6 +110,7 @@ if TYPE_CHECKING:
     import json
     import random
     import sqlite3
+    import subprocess
 
     import aiosqlite
 
@@ -118,10 +119,10 @@ __version__ = "0.1.0"
 __all__ = [
     "AlreadyStarted", "Cancel", "Clock", "Configuration", "ConfigurationError", "Count", "CurrentJob", "DuplicateTask",
     "Health", "Job", "JobCancelled", "JobError", "JobFailed", "JobNotFound", "KeyConflict", "NoResult", "NotStarted",
-    "Options", "PayloadError", "PayloadTooLarge", "QueueFull", "Retry", "RetryAfter", "ScheduleStats", "ShuttingDown",
-    "Snooze", "State", "Stats", "StoreBusy", "StoreError", "Task", "TinyQ", "TinyQError", "UnknownTask", "configure",
-    "current_job", "dead", "drain", "enqueue", "enqueue_many", "every", "get", "health", "lifespan", "on_dead", "pause",
-    "purge", "quiesce", "requeue", "resume", "run", "spawn", "start", "stats", "stop", "task", "wake",
+    "Options", "PayloadError", "PayloadTooLarge", "ProcessDied", "QueueFull", "Retry", "RetryAfter", "ScheduleStats",
+    "ShuttingDown", "Snooze", "State", "Stats", "StoreBusy", "StoreError", "Task", "TinyQ", "TinyQError", "UnknownTask",
+    "configure", "current_job", "dead", "drain", "enqueue", "enqueue_many", "every", "get", "health", "lifespan", "on_dead",
+    "pause", "purge", "quiesce", "requeue", "resume", "run", "spawn", "start", "stats", "stop", "task", "wake",
 ]  # fmt: skip
 
 log = logging.getLogger("tinyq")
@@ -140,8 +141,23 @@ HookT = TypeVar("HookT", bound="DeadHook")
 # Plain mistakes at a call are TypeError or ValueError, as everywhere in Python.
 
 
+def revive(kind: type[T], args: tuple[Any, ...], state: Mapping[str, Any]) -> T:
+    """An exception as it was, without its constructor, which may want other arguments than it hands on."""
+    error = kind.__new__(kind, *args)
+    cast(BaseException, error).args = args
+    vars(error).update(state)
+    return error
+
+
+def revival(self: BaseException) -> tuple[Any, ...]:
+    """How pickle and copy are to make it again."""
+    return revive, (type(self), self.args, vars(self))
+
+
 class TinyQError(Exception):
     """Base of every error that tinyq raises, TypeError and ValueError for plain mistakes aside."""
+
+    __reduce__ = revival
 
 
 class NotStarted(TinyQError, RuntimeError):
@@ -205,6 +221,22 @@ class JobFailed(JobError):
         self.message = message
 
 
+class ProcessDied(TinyQError):
+    """The process of a job (`run_in="process"`) ended before its function had returned: a failed attempt like any other.
+
+    exitcode: as in `subprocess`: what the process ended with, or the number of the signal that ended it, negative.
+    """
+
+    def __init__(self, exitcode: int) -> None:
+        self.exitcode = exitcode
+        if exitcode >= 0:
+            super().__init__(f"the process ended with exit code {exitcode} before its function had returned")
+            return
+        known = {int(number): number.name for number in signal.Signals}
+        hint = ", which tinyq did not send; the system does when memory runs out" if exitcode == -9 else ""
+        super().__init__(f"the process was ended by {known.get(-exitcode, 'a signal')} (signal {-exitcode}){hint}")
+
+
 class JobCancelled(JobError):
     """The job was cancelled, expired, or lost at shutdown; `reason` says which."""
 
@@ -237,6 +269,8 @@ def duration(value: object, name: str, *, zero: bool = True, infinite: bool = Fa
 
 class Steering(Exception):
     """Base of what a handler may raise to steer its own job."""
+
+    __reduce__ = revival
 
 
 class Snooze(Steering):
@@ -770,18 +804,23 @@ class Settings(Value):
         return self.plain and not self.durable
 
 
+RunIn = Literal["process"]
+
+
 class Handler(Record):
     """A callable that jobs call, and what is known of it. `fewest` and `most` bound a call by position alone."""
 
     name: str
     fn: Callable[..., Any]
     is_async: bool
+    in_thread: bool
     registered: bool
     signature: inspect.Signature | None
     fewest: float
     most: float
     options: Mapping[str, Any]
     promote: Promote | None = None
+    run_in: RunIn | None = None
     settings: Settings | None = None  # of a call without options of its own, once that has been asked
     learned: object = None  # the engine run that knows of it
 
@@ -1488,6 +1527,7 @@ def make_handler(
         name=text(name, "a task's name"),
         fn=fn,
         is_async=inspect.iscoroutinefunction(call),
+        in_thread=not inspect.iscoroutinefunction(call),
         registered=options is not None,
         signature=signature,
         fewest=fewest,
@@ -3850,7 +3890,295 @@ async def call_in_thread(job: Running, threads: Threads, call: Callable[[], Any]
 
 
 # ── 23. Running one job: a process of its own ─────────────────────────────────────────────────────────────────────────
-# A spawned child per running job.
+# A spawned child for each: a fresh interpreter that imports the handler's module, calls it and sends back what came of it, as
+# pickle, which is never stored. One of tinyq's threads starts the child and waits for its end; a job is stopped by a kill.
+
+LINGER: Final = 5.0  # seconds that a child has for its threads and exit functions after it has sent the outcome
+FOR_CHILD: Final = ("id", "task", "queue", "priority", "run_at", "created", "attempts", "fire_time", "headers")  # of its row
+CHILD: Final = "import importlib, sys; name, fd, *sys.path = sys.argv[1:]; importlib.import_module(name).be_child(int(fd))"
+PARENTS_AFFAIR: Final = (signal.SIGINT, signal.SIGTERM)  # may reach all processes of a service; ours are told by their parents
+
+heed_note: dict[str, Callable[[Running, Any], None]] = {}  # what to do in the parent's loop with a note of this name
+to_parent: Callable[[str, Any], None] | None = None  # in a child: send a note (name, content)
+_importing = False  # in a child: the application is being imported
+
+
+class ChildTraceback(Exception):
+    """Shows, as the cause of an error that came from a child, where it was raised there."""
+
+
+def move_to_process(handler: Handler, run_in: RunIn) -> None:
+    """Give each job of a task a process. TypeError if that could not find the function."""
+    choice(run_in, "run_in", None, "process")
+    fn, where = handler.fn, f"task {handler.name!r}: run_in='process'"
+    if not hasattr(os, "killpg"):
+        raise TypeError(f"{where} needs a POSIX system")
+    named = isinstance(getattr(fn, "__module__", None), str) and "<" not in getattr(fn, "__qualname__", "<")
+    if not named or not inspect.isroutine(fn) or inspect.ismethod(fn):
+        raise TypeError(
+            f"{where} needs a function that a new process can import by module and name, which {fn!r} is not: "
+            "write it with def at module level, and give it what it needs as arguments"
+        )
+    if fn.__module__ == "__main__":
+        main_program(where)
+        sys.modules.setdefault("__mp_main__", sys.modules["__main__"])  # as it is called in a child, see main_program
+    handler.run_in, handler.in_thread = run_in, False
+
+
+def main_program(where: str) -> tuple[bool, str]:
+    """How a child imports what this process was started with: whether as a module, and its name or path. As multiprocessing does
+    it, under the name `__mp_main__`, so that `if __name__ == "__main__"` is False there."""
+    main = sys.modules["__main__"]
+    spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    name = spec.name if spec is not None else path
+    if name is None or (spec is not None and name.split(".")[-1] == "__main__") or not os.path.exists(path or ""):
+        raise TypeError(f"{where} cannot import a function of {main!r}: move it to a module of its own")
+    return spec is not None, name
+
+
+def refuse_start_at_import() -> None:
+    """RuntimeError in a child whose main program has no guard: it would do there all that it does in its parent."""
+    if _importing:
+        raise RuntimeError(
+            "a TinyQ was started by importing the program, which the process of a job (run_in='process') does: "
+            "put what starts it under `if __name__ == '__main__':`"
+        )
+
+
+def kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter from macOS, if only zombies are left
+        os.killpg(leader, signal.SIGKILL)
+
+
+class Child:
+    """The process of one running job: `run` is called in a thread, and `kill` in the event loop meanwhile."""
+
+    def __init__(self, job: Running, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._job = job
+        self._call = (args, kwargs)
+        self._loop = asyncio.get_running_loop()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._killed = False
+
+    def kill(self) -> None:
+        """With all of its group."""
+        self._killed = True
+        if self._process is not None and self._process.returncode is None:
+            kill_group(self._process.pid)
+
+    def run(self) -> tuple[Any, BaseException | None]:
+        """What the handler returned or raised, or how the process ended without either."""
+        request = self._request()
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                self._process = process = self._start(theirs.fileno())
+            try:
+                if self._killed:  # before there was anything to kill
+                    self.kill()
+                told = self._converse(ours, request)
+                if told is None:
+                    process.wait()
+            finally:
+                kill_group(process.pid)  # whatever is left of it
+                process.wait()
+        return (None, ProcessDied(process.returncode)) if told is None else told
+
+    def _request(self) -> bytes:
+        import pickle
+
+        fn = self._job.handler.fn
+        main = main_program("run_in='process'") if fn.__module__ == "__main__" else None
+        row = {name: getattr(self._job, name) for name in FOR_CHILD}
+        try:
+            call = pickle.dumps(self._call)
+        except Exception as error:
+            raise TypeError(f"the arguments cannot be pickled for the job's process: {error_text(error)}") from error
+        return pickle.dumps((os.getpid(), main, fn.__module__, fn.__qualname__, row, call))
+
+    @staticmethod
+    def _start(fd: int) -> subprocess.Popen[bytes]:
+        """Leader of a group of its own, so that a kill finds all that it starts and a Ctrl-C in a terminal does not reach it.
+        SIGTERM, which systemd sends to every process of a service, waits until the child can tell that it is not meant."""
+        import subprocess
+
+        this = __spec__.name if __spec__ is not None else __name__  # which is __main__ for `python -m tinyq`
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # pyright: ignore
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        command = [sys.executable, *flags, "-c", CHILD, this, str(fd), *path]
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_AFFAIR)
+        try:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(fd,), start_new_session=True)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _converse(self, ours: socket.socket, request: bytes) -> tuple[Any, BaseException | None] | None:
+        """Say what is to be done, and hear what comes of it; None if the child ends before it has said so."""
+        import pickle
+
+        try:
+            ours.sendall(request)
+            with ours.makefile("rb") as stream:
+                while (message := pickle.load(stream))[0] == "note":
+                    with contextlib.suppress(RuntimeError):  # the loop was closed
+                        self._loop.call_soon_threadsafe(self._heed, *message[1:])
+        except (EOFError, OSError, pickle.UnpicklingError):
+            return None
+        ours.settimeout(LINGER)
+        try:
+            while ours.recv(65536):
+                pass
+            cast("subprocess.Popen[bytes]", self._process).wait(LINGER)
+        except Exception:  # whichever of the two gave up
+            log.warning("%s: its process did not end within %g s of its function and is killed", label(self._job), LINGER)
+        return received(*message)
+
+    def _heed(self, name: str, content: Any) -> None:
+        if self._job.in_handler and name in heed_note:
+            heed_note[name](self._job, content)
+
+
+def received(kind: str, pickled: bytes | None, *about: str) -> tuple[Any, BaseException | None]:
+    """What a child has sent, as (value, None) or (None, error)."""
+    import pickle
+
+    if kind == "value":
+        try:
+            return (None if pickled is None else pickle.loads(pickled)), None
+        except Exception as error:
+            return None, TypeError(f"the result cannot be unpickled: {error_text(error)}")
+    module, name, message, trace = about
+    raised: BaseException = type(name, (Exception,), {"__module__": module})(message)  # if all else fails
+    with contextlib.suppress(Exception):
+        found = pickle.loads(pickled or b"")
+        raised = revive(*found) if isinstance(found, tuple) else found
+    raised.__cause__ = ChildTraceback("\n" + trace)
+    return None, raised
+
+
+async def call_in_process(
+    job: Running, threads: Threads, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, BaseException | None]:
+    """Until the process has ended, of itself or killed as soon as the job is told to stop."""
+    child = Child(job, args, kwargs)
+    ending = threads.submit(child.run)
+    stop: asyncio.CancelledError | None = None
+    while not ending.done():
+        try:
+            await asyncio.wait({ending})
+        except asyncio.CancelledError as error:
+            if job.why == "abandoned":  # not even a kill has ended it
+                raise
+            stop = error
+            child.kill()
+    ended, failure = ending.result()
+    value, error_there = ended if failure is None else (None, failure)
+    if stop is not None and error_there is not None:
+        raise stop
+    return value, error_there
+
+
+def be_child(fd: int) -> None:
+    """All that the spawned process does."""
+    global to_parent
+    import pickle
+
+    for number in PARENTS_AFFAIR:  # (not SIG_IGN, which the programs that it runs would inherit)
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_AFFAIR)
+    del sys.argv[1:]
+    sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)
+    os.register_at_fork(after_in_child=sock.close)  # or its end would not be seen as long as another holds it
+    try:
+        with sock.makefile("rb") as stream:
+            parent, *request = pickle.load(stream)
+    except (EOFError, pickle.UnpicklingError):  # the parent died
+        return
+    threading.Thread(target=end_with, args=(parent, sock), name="tinyq-parent", daemon=True).start()
+    lock = threading.Lock()
+
+    def send(*message: object) -> None:
+        data = pickle.dumps(message)
+        with lock:
+            sock.sendall(data)
+
+    to_parent = functools.partial(send, "note")
+    try:
+        value = called_in_child(*request)
+        try:
+            outcome: tuple[Any, ...] = ("value", None if value is None else pickle.dumps(value))
+        except Exception as error:
+            raise TypeError(f"the result cannot be pickled: {error_text(error)}") from error
+    except SystemExit:
+        raise
+    except BaseException as error:
+        kind, (_, _, message) = type(error), error_text(error).partition(": ")
+        outcome = ("error", pickled_error(error), kind.__module__, kind.__qualname__, message, traceback_text(error))
+    send(*outcome)
+
+
+def end_with(parent: int, sock: socket.socket) -> None:
+    """Kill this process, and what it has started, when its parent is gone: nobody waits for the outcome."""
+    import select
+
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    while os.getppid() == parent and not poll.poll(1000):  # (a fork of the parent may hold the other end open)
+        pass
+    kill_group(os.getpgrp())
+
+
+def called_in_child(main: tuple[bool, str] | None, module: str, qualname: str, row: Mapping[str, Any], call: bytes) -> object:
+    """Find the function, call it, and run the coroutine if it is one."""
+    import importlib
+    import pickle
+
+    global _importing
+    _importing = True
+    found: Any = importlib.import_module(module) if main is None else import_main(*main)
+    _importing = False
+    for name in qualname.split("."):
+        found = getattr(found, name)
+    handler = getattr(found, "_handler", None)
+    if isinstance(handler, Handler):  # it has been decorated
+        found = handler.fn
+    args, kwargs = pickle.loads(call)
+    _current.set(cast(Running, JobRow(**row)))
+    value = found(*args, **kwargs)
+    return asyncio.run(result_of(value)) if inspect.isawaitable(value) else value
+
+
+async def result_of(work: Awaitable[T]) -> T:
+    return await work
+
+
+def import_main(as_module: bool, name: str) -> object:
+    import runpy
+    import types
+
+    main = types.ModuleType("__mp_main__")
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    run = functools.partial(runpy.run_module, alter_sys=True) if as_module else runpy.run_path
+    vars(main).update(run(name, run_name="__mp_main__"))
+    return main
+
+
+def pickled_error(error: BaseException) -> bytes | None:
+    """So that it can be unpickled: as it says itself, or in its parts, without those that cannot; None for a local class."""
+    import pickle
+
+    def survives(value: object) -> bool:
+        try:
+            return isinstance(pickle.loads(pickle.dumps(value)), type(value))
+        except Exception:
+            return False
+
+    if survives(error):
+        return pickle.dumps(error)
+    args = error.args if survives(error.args) else (error_text(error).partition(": ")[2],)
+    parts = (type(error), args, {name: value for name, value in vars(error).items() if survives(value)})
+    return pickle.dumps(parts) if survives(parts) else None
 
 
 # ── 24. Running one job: the call ─────────────────────────────────────────────────────────────────────────────────────
@@ -3917,7 +4245,9 @@ async def call_handler(job: Running, threads: Threads, clock: Clock, ended: Call
         if job.why is not None:  # told to stop between the claim and this line
             raise asyncio.CancelledError
         error: BaseException | None = None
-        if job.handler.is_async:
+        if job.handler.run_in is not None:
+            value, error = await call_in_process(job, threads, args, kwargs)
+        elif job.handler.is_async:
             value = await job.handler.fn(*args, **kwargs)
         else:
             value, error = await call_in_thread(job, threads, functools.partial(job.handler.fn, *args, **kwargs))
@@ -3968,7 +4298,7 @@ def after_stop(job: Running, outcome: Outcome, from_outside: bool) -> Outcome:
     if job.why in ("lost", "abandoned"):
         return Outcome("dropped", reason=STOP_REASONS[job.why])
     if job.why == "timeout":
-        running = ", thread still running then" if not job.handler.is_async else ""
+        running = ", thread still running then" if job.handler.in_thread else ""
         return Outcome("timeout", error=TimeoutError(f"timed out after {job.settings.timeout:g} s{running}"))
     if job.why == "cancel":
         if outcome.kind == "done":
@@ -4181,7 +4511,7 @@ class Slots:
             self.named[job.queue] += slots
         else:
             self.shared += slots
-        if not job.handler.is_async:
+        if job.handler.in_thread:
             self.threads += slots
         if job.lost:
             self.fragile += slots
@@ -4370,7 +4700,7 @@ class Crew:
         if memory.pending and memory.has_due(now):
             return False
         return (slots.named.get(queue, slots.shared) if slots.named else slots.shared) > 0 and (
-            handler.is_async or slots.threads > 0
+            not handler.in_thread or slots.threads > 0
         )
 
     def start(self, tier: Tier, row: JobRow, handler: Handler, settings: Settings, refused: Outcome | None = None) -> None:
@@ -4580,7 +4910,7 @@ class Crew:
                 job.deadline = math.inf
                 log.warning("%s timed out and was cancelled, and does not end: it keeps its slot", label(job))
             elif job.deadline <= moment:
-                job.deadline = moment + 5.0 if job.handler.is_async else math.inf
+                job.deadline = math.inf if job.handler.in_thread else moment + 5.0
                 job.stop("timeout")
             self._next_deadline = min(self._next_deadline, job.deadline)
         return self._next_deadline - moment
@@ -4590,8 +4920,8 @@ class Crew:
         loop = asyncio.get_running_loop()
         lag = 0.0 if first else loop.time() - due
         if lag > LAG:
-            running = {job.task for job in self.running.values() if job.handler.is_async}
-            suspects = sorted(running | ({self._last.task} if self._last and self._last.handler.is_async else set()))
+            jobs = [*self.running.values(), *([self._last] if self._last else [])]
+            suspects = sorted({job.task for job in jobs if job.handler.is_async and not job.handler.run_in})
             names = ", ".join(suspects[:5]) or "none of tinyq's"
             log.warning(
                 "the event loop was blocked for %.1f s; async jobs at the time: %s; use def for blocking code", lag, names
@@ -4866,9 +5196,9 @@ class Intake:
         handler.learned = self.mark
         if handler.registered and self.handlers.get(handler.name, handler) is not handler:
             return  # another has taken its place
-        self.memory_tasks[handler.name] = not handler.is_async or self.memory_tasks.get(handler.name, False)
+        self.memory_tasks[handler.name] = handler.in_thread or self.memory_tasks.get(handler.name, False)
         if handler.registered:
-            self.durable_tasks[handler.name] = not handler.is_async
+            self.durable_tasks[handler.name] = handler.in_thread
             for tier in self.crew.tiers:
                 tier.wake.set()
 
@@ -6003,7 +6333,14 @@ class TinyQ:
     def task(self, fn: Callable[P, R], /) -> Task[P, R, R]: ...
     @overload
     def task(
-        self, /, *, name: str | None = None, replace: bool = False, promote: Promote | None = None, **options: Unpack[Options]
+        self,
+        /,
+        *,
+        name: str | None = None,
+        replace: bool = False,
+        promote: Promote | None = None,
+        run_in: RunIn | None = None,
+        **options: Unpack[Options],
     ) -> Decorator: ...
     def task(
         self,
@@ -6013,6 +6350,7 @@ class TinyQ:
         name: str | None = None,
         replace: bool = False,
         promote: Promote | None = None,
+        run_in: RunIn | None = None,
         **options: Any,
     ) -> Any:
         """Register a function (async or plain), method, partial or callable as a task. Works bare and with options.
@@ -6020,22 +6358,36 @@ class TinyQ:
         name: how stored jobs refer to it. Default `module.qualname`.
         replace: take the place of a task with this name, instead of DuplicateTask.
         promote: at shutdown store its unstarted best-effort jobs (True), interrupted ones too ("interrupted"), or none (False).
-        Raises TypeError for what is not callable or an unknown option, ValueError for a bad value.
+        run_in: "process" gives each running job a new process of its own, for code that may crash, hang or use a processor for
+            long. Its start counts towards the timeout and costs 0.1 s and more, as it imports the function's module; arguments,
+            result and errors are pickled on their way. Past its timeout, cancelled, or at the end of the grace it is killed, with
+            what it has started; a crash is a failed attempt with ProcessDied. Default: the event loop, or a thread for plain
+            functions. Logging is not configured there.
+        Raises TypeError for what is not callable, an unknown option, or a function that another process cannot import;
+        ValueError for a bad value.
         """
-        checked = check_options(options, f"task {name!r}" if name else "task()", "name", "replace", "promote")
+        checked = check_options(options, f"task {name!r}" if name else "task()", "name", "replace", "promote", "run_in")
         choice(promote, "promote", None, True, False, "interrupted")
         flag(replace, "replace")
         refuse_tx(checked, "task()")
 
         def register(function: Callable[..., Any]) -> Task[..., Any, Any]:
-            return self._register(function, name, replace, promote, checked)
+            return self._register(function, name, replace, promote, checked, run_in)
 
         return cast(Any, register if fn is None else register(fn))
 
     def _register(
-        self, fn: Callable[..., Any], name: str | None, replace: bool, promote: Promote | None, options: Mapping[str, Any]
+        self,
+        fn: Callable[..., Any],
+        name: str | None,
+        replace: bool,
+        promote: Promote | None,
+        options: Mapping[str, Any],
+        run_in: RunIn | None,
     ) -> Task[..., Any, Any]:
         handler = make_handler(fn.fn if isinstance(fn, Task) else fn, name, options, promote)
+        if run_in is not None:
+            move_to_process(handler, run_in)
         if handler.name in self._handlers and not replace:
             raise DuplicateTask(f"a task named {handler.name!r} is registered already: give one of them name=…, or replace=True")
         if handler.name.startswith("__main__."):
@@ -6062,6 +6414,7 @@ class TinyQ:
         per_process: bool = False,
         name: str | None = None,
         promote: Promote | None = None,
+        run_in: RunIn | None = None,
         **options: Unpack[Options],
     ) -> Decorator:
         """Run a function at every multiple of `seconds` since the epoch (moved by `offset`): every(60) means each full minute.
@@ -6077,7 +6430,7 @@ class TinyQ:
             raise ValueError(f"every is {seconds!r}: the shortest period is 0.001 s")
         choice(overlap, "overlap", "skip")
         start = round(duration(offset, "offset") * 1e6) % period
-        own = ("offset", "immediate", "overlap", "per_process", "name", "promote")
+        own = ("offset", "immediate", "overlap", "per_process", "name", "promote", "run_in")
         checked = check_options(options, "every()", *own)
         choice(promote, "promote", None, True, False, "interrupted")
         flag(immediate, "immediate")
@@ -6085,7 +6438,7 @@ class TinyQ:
         refuse_tx(checked, "every()")
 
         def register(function: Callable[..., Any]) -> Task[..., Any, Any]:
-            task = self._scheduled_task(function, name, promote, checked)
+            task = self._scheduled_task(function, name, promote, checked, run_in)
             if not self._schedules and self._engine is None:
                 atexit.register(warn_if_never_started, weakref.ref(self))
             schedule = Schedule(handler=task._handler, period=period, offset=start, immediate=immediate, per_process=per_process)
@@ -6108,15 +6461,15 @@ class TinyQ:
         return hook
 
     def _scheduled_task(
-        self, fn: Any, name: str | None, promote: Promote | None, options: Mapping[str, Any]
+        self, fn: Any, name: str | None, promote: Promote | None, options: Mapping[str, Any], run_in: RunIn | None
     ) -> Task[..., Any, Any]:
         """The function as a task of its own, with a single start by default; a Task as it is, with its own options."""
         bare = fn._handler if isinstance(fn, Task) else make_handler(fn)
         if bare.signature is not None and bare.fewest > 0:
             raise TypeError(f"every(): {bare.name!r} needs arguments, and a schedule has none to give: use functools.partial")
         if not isinstance(fn, Task):
-            return self._register(fn, name, False, promote, {"retry": ONE_START, **options})
-        if fn._q is not self or name is not None or promote is not None or options:
+            return self._register(fn, name, False, promote, {"retry": ONE_START, **options}, run_in)
+        if fn._q is not self or name is not None or promote is not None or run_in is not None or options:
             raise TypeError(
                 f"every(): {fn!r} is a task already: set its name and options there, and use the TinyQ that it belongs to"
             )
@@ -6372,6 +6725,7 @@ class TinyQ:
             self._engine = None  # its loop ended without stop(), or whoever called that was cancelled
         if self._engine is not None or self._starting:
             raise AlreadyStarted("this TinyQ runs already: one lifespan (or start) at a time")
+        refuse_start_at_import()
         self._starting = True
         try:
             config = configure_from({**self._environment(), **self._given})

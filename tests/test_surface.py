@@ -20,7 +20,7 @@ FUNCTIONS = [node for node in ast.walk(TREE) if isinstance(node, ast.FunctionDef
 ERRORS = {
     "TinyQError", "NotStarted", "AlreadyStarted", "ShuttingDown", "ConfigurationError", "QueueFull", "KeyConflict",
     "UnknownTask", "DuplicateTask", "PayloadError", "PayloadTooLarge", "StoreError", "StoreBusy", "JobError", "JobFailed",
-    "JobCancelled", "NoResult", "JobNotFound",
+    "JobCancelled", "NoResult", "JobNotFound", "ProcessDied",
 }  # fmt: skip
 SIGNALS = {"Snooze", "RetryAfter", "Cancel"}
 VALUES = {"State", "Retry", "Options", "Task", "TinyQ", "Job", "CurrentJob", "Count", "ScheduleStats", "Stats", "Clock", "Health"}
