@@ -105,6 +105,17 @@ def wait_for(started: str, go_on: str) -> str:
     return "went on"
 
 
+def leaves_a_thread() -> int:
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+    return os.getpid()
+
+
+def notes() -> None:
+    assert tinyq.to_parent is not None
+    tinyq.to_parent("half", (0.5, "so far"))
+    tinyq.to_parent("unheard", None)
+
+
 def unpicklable() -> Callable[[], int]:
     return lambda: 1
 

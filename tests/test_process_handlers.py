@@ -285,6 +285,25 @@ async def test_processes_leave_nothing_behind_and_take_no_slots_of_threads(open_
     assert threading.active_count() == threads
 
 
+async def test_a_process_that_goes_on_after_its_function_is_killed_and_the_result_stands(
+    open_at: OpenAt, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tinyq, "LINGER", 0.1)
+    task = (await open_at(None)).task(run_in="process")(process_tasks.leaves_a_thread)
+    async with asyncio.timeout(30):
+        assert not is_alive(await (await task.enqueue()).result())
+    assert "its process did not end within 0.1 s of its function and is killed" in caplog.text
+
+
+async def test_a_note_of_a_child_reaches_its_job_in_the_loop(open_at: OpenAt, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[object] = []
+    monkeypatch.setitem(tinyq.heed_note, "half", lambda job, content: heard.append((job.task, content)))
+    task = (await open_at(None)).task(run_in="process", name="noting")(process_tasks.notes)
+    async with asyncio.timeout(30):
+        await (await task.enqueue()).result()
+    assert heard == [("noting", (0.5, "so far"))]
+
+
 def test_when_the_parent_is_killed_its_processes_end(tmp_path: Path) -> None:
     note = tmp_path / "pids"
     script = """

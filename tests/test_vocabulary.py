@@ -439,6 +439,7 @@ def test_a_state_is_its_word() -> None:
         (tinyq.PayloadTooLarge, (ValueError,)),
         (tinyq.StoreError, ()),
         (tinyq.StoreBusy, (tinyq.StoreError,)),
+        (tinyq.ProcessDied, ()),
         (tinyq.JobError, ()),
         (tinyq.JobFailed, (tinyq.JobError,)),
         (tinyq.JobCancelled, (tinyq.JobError,)),
