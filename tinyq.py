@@ -487,6 +487,7 @@ RetryOption = Retry | Sequence[float | timedelta] | Literal[False] | None
 OnConflict = Literal["reuse", "queue", "replace", "raise"]
 Promote = Literal[True, False, "interrupted"]
 OnLost = Literal["retry", "dead"]
+RunIn = Literal["process"]
 DeadHook = Callable[["Job[Any]"], object]
 
 
@@ -802,9 +803,6 @@ class Settings(Value):
     def simple(self) -> bool:
         """The same, and best-effort."""
         return self.plain and not self.durable
-
-
-RunIn = Literal["process"]
 
 
 class Handler(Record):
@@ -3988,7 +3986,7 @@ class Child:
         import pickle
 
         fn = self._job.handler.fn
-        main = main_program("run_in='process'") if fn.__module__ == "__main__" else None
+        main = main_program("run_in='process'") if fn.__module__ in ("__main__", "__mp_main__") else None
         row = {name: getattr(self._job, name) for name in FOR_CHILD}
         try:
             call = pickle.dumps(self._call)

@@ -227,6 +227,22 @@ async def test_a_job_that_is_told_to_stop_before_its_process_has_started_is_kill
     assert children() == []
 
 
+async def test_a_sigterm_to_the_whole_service_does_not_end_a_process_that_is_just_starting(
+    open_at: OpenAt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = tinyq.Child._start
+
+    def start_and_terminate(fd: int) -> "subprocess.Popen[bytes]":
+        process = start(fd)
+        process.terminate()
+        return process
+
+    monkeypatch.setattr(tinyq.Child, "_start", staticmethod(start_and_terminate))
+    task = (await open_at(None)).task(run_in="process")(process_tasks.sized)
+    async with asyncio.timeout(30):
+        assert await (await task.enqueue(b"ab")).result() == b"ba"
+
+
 async def test_a_process_runs_on_in_the_grace_and_is_killed_at_its_end(clock: FakeClock, file: Path, tmp_path: Path) -> None:
     started, go_on, note = tmp_path / "started", tmp_path / "go on", tmp_path / "pids"
     q = TinyQ(file, clock=clock)
@@ -240,9 +256,10 @@ async def test_a_process_runs_on_in_the_grace_and_is_killed_at_its_end(clock: Fa
     async with asyncio.timeout(30):
         assert await lasting.result() == "went on"
     assert all(map(is_alive, pids(note)))
-    await eventually(stopping.done, clock)
-    assert rows(file, "state, attempts, interruptions") == [("pending", 0, 1)]
+    await clock.advance(5)
     await eventually(lambda: not any(map(is_alive, pids(note))))
+    await eventually(lambda: rows(file, "state, attempts, interruptions") == [("pending", 0, 1)])
+    await eventually(stopping.done, clock)
 
 
 async def test_a_job_that_has_lost_its_lease_is_killed(open_file: Open, file: Path, clock: FakeClock, tmp_path: Path) -> None:
@@ -251,7 +268,8 @@ async def test_a_job_that_has_lost_its_lease_is_killed(open_file: Open, file: Pa
     await q.task(run_in="process")(process_tasks.hang).options(durable=True).enqueue(str(note))
     await eventually(note.exists)
     edit(file, "UPDATE tinyq_jobs SET claim_no = 9, worker = 'another'")
-    await eventually(lambda: not any(map(is_alive, pids(note))), clock, 0.5)
+    await clock.advance(8)  # until the lease is to be renewed
+    await eventually(lambda: not any(map(is_alive, pids(note))))
     assert rows(file, "state, attempts, error") == [("running", 1, None)]  # nothing was written
 
 

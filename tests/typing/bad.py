@@ -263,6 +263,7 @@ tinyq.task(timeout="soon")(look_up)  # error
 tinyq.task(name=7)(look_up)  # error
 tinyq.task(replace="yes")(look_up)  # error
 tinyq.task(promote="always")(look_up)  # error
+tinyq.task(run_in="thread")(look_up)  # error
 tinyq.task(queue="a", retry=3)(look_up)  # error
 tinyq.task(queue="a")(7)  # error
 tinyq.task(queue="a")()  # error

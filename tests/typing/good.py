@@ -62,7 +62,7 @@ def own_plain(path: str) -> bytes:
     return path.encode()
 
 
-@q.task(queue="emails", promote=False)
+@q.task(queue="emails", promote=False, run_in="process")
 async def own_with_options(order: str) -> tuple[str, int]:
     return order, 1
 
@@ -336,6 +336,7 @@ async def heartbeat() -> None:
 
 @tinyq.every(
     timedelta(hours=1), offset=300, immediate=True, overlap="skip", per_process=True, name="hourly", promote=False, timeout=5,
+    run_in=None,
     queue="upkeep", retry=tinyq.Retry(max_attempts=2), priority=-5, delay=1, expires=timedelta(minutes=10), failure_ttl=60,
 )  # fmt: skip
 def vacuum() -> int:
