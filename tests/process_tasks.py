@@ -77,6 +77,18 @@ def end(code: int) -> None:
     os._exit(code)
 
 
+def forks_and_ends(pids: str) -> None:
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.write(tell, b".")
+        time.sleep(1000)
+    os.read(ready, 1)
+    Path(pids).write_text(str(pid))
+    os._exit(3)
+
+
 def leave() -> None:
     sys.exit(3)
 

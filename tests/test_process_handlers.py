@@ -177,6 +177,17 @@ async def test_a_process_that_ends_before_its_function_has_returned_is_a_failed_
     assert isinstance(failed.__cause__, ProcessDied)
 
 
+async def test_a_crash_is_seen_at_once_though_a_fork_of_the_process_lives_on(open_at: OpenAt, tmp_path: Path) -> None:
+    note = tmp_path / "pids"
+    try:
+        failed = await failure(await open_at(None), process_tasks.forks_and_ends, str(note))
+        assert failed.message == "the process ended with exit code 3 before its function had returned"
+        assert all(map(is_alive, pids(note)))
+    finally:
+        for pid in pids(note):
+            os.kill(pid, signal.SIGKILL)
+
+
 async def test_a_crash_is_retried_like_any_failed_attempt(open_file: Open, file: Path, clock: FakeClock) -> None:
     q = await open_file()
     await q.task(run_in="process", retry=[30])(process_tasks.kill_itself).options(durable=True).enqueue()
@@ -260,6 +271,20 @@ async def test_a_process_runs_on_in_the_grace_and_is_killed_at_its_end(clock: Fa
     await eventually(lambda: not any(map(is_alive, pids(note))))
     await eventually(lambda: rows(file, "state, attempts, interruptions") == [("pending", 0, 1)])
     await eventually(stopping.done, clock)
+
+
+async def test_a_job_whose_asyncio_task_is_cancelled_by_somebody_else_is_killed_and_interrupted(
+    open_file: Open, file: Path, tmp_path: Path
+) -> None:
+    q = await open_file()
+    note = tmp_path / "pids"
+    await q.task(run_in="process", name="hang")(process_tasks.hang).options(durable=True).enqueue(str(note))
+    await eventually(note.exists)
+    await q.quiesce()
+    [task] = [task for task in asyncio.all_tasks() if task.get_name() == "tinyq hang"]
+    task.cancel()
+    await eventually(lambda: rows(file, "state, attempts, interruptions") == [("pending", 0, 1)])
+    assert not any(map(is_alive, pids(note)[:1]))
 
 
 async def test_a_job_that_has_lost_its_lease_is_killed(open_file: Open, file: Path, clock: FakeClock, tmp_path: Path) -> None:
