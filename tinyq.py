@@ -821,10 +821,20 @@ class Handler(Record):
     run_in: RunIn | None = None
     settings: Settings | None = None  # of a call without options of its own, once that has been asked
     learned: object = None  # the engine run that knows of it
+    aliases: Sequence[str] = ()  # names that jobs of it were stored under
 
     @functools.cached_property
     def task_name(self) -> str:
         return f"tinyq {self.name}"
+
+    @functools.cached_property
+    def codecs(self) -> Codecs | None:
+        """What its annotations say of arguments; None if those are JSON as they are."""
+        return codecs_of(self)
+
+    @functools.cached_property
+    def result_codec(self) -> Codec:
+        return result_codec(self)
 
 
 class Room(NamedTuple):
@@ -1070,27 +1080,91 @@ def decode_json(text: str, strict: bool = False) -> Any:
     return value if end == len(text) else decoder.decode(text)
 
 
-SIMPLE: Final = frozenset((str, int, bool, type(None)))  # what JSON carries as it is, with nothing in it to look at
+BOUND: Final[Mapping[str, frozenset[str]]] = {  # by the package that defines them: what is closed with its request
+    "sqlalchemy": frozenset(
+        ("AsyncSession", "Session", "AsyncConnection", "Connection", "scoped_session", "async_scoped_session")
+    ),
+    "starlette": frozenset(("HTTPConnection", "Response", "BackgroundTask", "BackgroundTasks", "UploadFile")),
+    "sqlite3": frozenset(("Connection", "Cursor")),
+    "aiosqlite": frozenset(("Connection", "Cursor")),
+    "asyncpg": frozenset(("Connection", "PoolConnectionProxy")),
+    "psycopg": frozenset(("Connection", "AsyncConnection")),
+}
+UNBOUND: Final[set[type]] = {str, int, float, bool, bytes, list, dict, tuple, set, type(None)}  # types seen to be harmless
 
 
-def foreign(value: object, path: str) -> str | None:
+def bound_to_request(kind: type) -> bool:
+    """Whether such an object is closed with its request, told by the names of its classes: nothing is imported for it."""
+    found = any(base.__name__ in BOUND.get(base.__module__.partition(".")[0], ()) for base in kind.__mro__)
+    if not found:
+        if len(UNBOUND) >= 1_000:  # of classes that are made as the program goes
+            UNBOUND.clear()
+        UNBOUND.add(kind)
+    return found
+
+
+BOUND_ADVICE: Final = "pass an id or the values that are needed, and open a session of its own inside the task"
+
+
+def type_name(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+class Misfit(ValueError):
+    """A value for which there is no place. The message begins with its path; `way_out` is for whoever handed it in."""
+
+    def __init__(self, message: str, way_out: str = "") -> None:
+        super().__init__(message)
+        self.way_out = way_out
+
+
+def closed_with_request(value: object, path: str) -> Misfit | None:
+    kind = type(value)
+    if kind in UNBOUND or not bound_to_request(kind):
+        return None
+    return Misfit(f"{path} is of type {type_name(kind)}, which is closed with its request", BOUND_ADVICE)
+
+
+Picks = list[tuple[str, int]]  # at which path which member of a union was taken
+SIMPLE: Final = frozenset((int, bool, type(None)))  # what JSON carries as it is, with nothing in it to look at
+
+
+def lone(text: str) -> bool:
+    """Whether it holds half a character (a surrogate without its other half), which UTF-8 does not take."""
+    return not text.isascii() and text.encode("utf-8", "ignore") != text.encode("utf-8", "surrogatepass")
+
+
+def foreign(value: object, path: str) -> Misfit | None:
     """Where and what in a value JSON cannot carry as it is; None if nothing."""
     kind = type(value)
     if kind in SIMPLE:
         return None
+    if kind is str:
+        return Misfit(f"{path} holds a lone surrogate, which is not text", "pass bytes") if lone(cast(str, value)) else None
     if kind is float:
-        return None if math.isfinite(cast(float, value)) else f"{path} is {value!r}, which is not JSON"
+        return (
+            None if math.isfinite(cast(float, value)) else Misfit(f"{path} is {value!r}, which is not JSON", "pass None or a str")
+        )
     parts: Iterable[tuple[str, object]]
     if kind is list:
         parts = ((f"{path}[{i}]", item) for i, item in enumerate(cast("list[object]", value)))
     elif kind is dict:
         strange = [key for key in cast("dict[object, object]", value) if type(key) is not str]
         if strange:
-            return f"{path} has the key {strange[0]!r} of type {type(strange[0]).__qualname__}; keys must be str"
+            return Misfit(f"{path} has the key {strange[0]!r} of type {type(strange[0]).__qualname__}; keys must be str")
+        if any(map(lone, cast("dict[str, object]", value))):
+            return Misfit(f"{path} has a key that holds a lone surrogate, which is not text")
         parts = ((f"{path}[{key!r}]", item) for key, item in cast("dict[str, object]", value).items())
     else:
-        return f"{path} is of type {kind.__module__}.{kind.__qualname__}".replace(" builtins.", " ")
+        return closed_with_request(value, path) or Misfit(f"{path} is of type {type_name(kind)}")
     return next((found for inner, item in parts if (found := foreign(item, inner))), None)
+
+
+def plainly(value: Any, path: str, picks: Picks) -> Any:
+    """What has no annotation to go by is JSON already."""
+    if found := foreign(value, path):
+        raise found
+    return value
 
 
 def argument_name(handler: Handler | None, position: int) -> str:
@@ -1118,28 +1192,41 @@ def json_writers() -> Mapping[type, Callable[[Any], str]]:
 def encode_call(handler: Handler | None, name: str, call: Arguments, limit: int) -> str:
     """The JSON of a call. Raises PayloadError (naming task and path) or PayloadTooLarge."""
     args, kwargs = call
-    if not kwargs:
+    codecs = handler.codecs if handler is not None else None
+    if codecs is None and not kwargs:
         writers = json_writers()
         try:
             text = f"[[{','.join([writers[type(value)](value) for value in args])}],{{}}]"
         except (KeyError, ValueError):  # another type, or too long a number
             pass
         else:
-            return text if len(text) <= limit else within(limit, name, text)
+            if "\\ud" not in text or not any(type(value) is str and lone(value) for value in args):
+                return text if len(text) <= limit else within(limit, name, text)
+    named: list[tuple[int | str, str, Any]] = [(i, argument_name(handler, i), value) for i, value in enumerate(args)]
     texts = []
-    for path, value in [*((argument_name(handler, i), value) for i, value in enumerate(args)), *kwargs.items()]:
+    for which, path, value in [*named, *((key, key, value) for key, value in kwargs.items())]:
         try:
-            found = foreign(value, path)
-            texts.append("" if found else encode_json(value))
+            plain = plainly(value, path, []) if codecs is None else codecs.write(which, value, path)
+            texts.append(encode_json(plain))
+        except Misfit as error:
+            raise PayloadError(clean(f"task {name!r}: {error}; {error.way_out or way_out(handler)}")) from None
         except (RecursionError, ValueError):
-            found = f"{path} is nested too deep, or in a circle, or holds too long a number"
-        if found:
-            raise PayloadError(
-                f"task {name!r}: {found}; JSON cannot carry that to a durable job: "
-                "pass an id, a str, or a plain list or dict instead"
-            )
+            why = f"{path} is nested too deep, or in a circle, or holds too long a number"
+            raise PayloadError(f"task {name!r}: {why}; {way_out(handler)}") from None
     keywords = (f"{encode_json(key)}:{value}" for key, value in zip(kwargs, texts[len(args) :], strict=True))
     return within(limit, name, f"[[{','.join(texts[: len(args)])}],{{{','.join(keywords)}}}]")
+
+
+def way_out(handler: Handler | None) -> str:
+    if handler is None:
+        return (
+            "JSON cannot carry that, and no handler is here to say how it is meant: import the task, or pass str(value), which "
+            "the annotations of the worker's handler convert"
+        )
+    return (
+        "JSON cannot carry that to a durable job: annotate the parameter with a type that tinyq converts, or "
+        "pass an id, a str, or a plain list or dict instead"
+    )
 
 
 def within(limit: int, name: str, text: str) -> str:
@@ -1188,7 +1275,714 @@ def traceback_text(error: BaseException) -> str:
 
 
 # ── 8. Payload: what annotations say ──────────────────────────────────────────────────────────────────────────────────
-# Arguments that JSON has no word for, carried as their annotations say.
+# Arguments that JSON has no word for, carried as their annotations say. A codec writes a value as plain JSON and reads it
+# back; what would come back as something else is refused when it is handed in. Codecs are made when a handler first needs them.
+
+
+def unfit(path: str, value: object, says: str) -> Misfit:
+    if bound := closed_with_request(value, path):
+        return bound
+    return Misfit(
+        f"{path} is of type {type_name(type(value))}, and the annotation says {says}, which is how it would arrive",
+        "pass what the annotation says, or change the annotation",
+    )
+
+
+def any_bound(args: Iterable[Any]) -> list[Any]:
+    """Those that are closed with their request; for most calls there is nothing but a look at the types."""
+    return [] if UNBOUND.issuperset(map(type, args)) else [value for value in args if bound_to_request(type(value))]
+
+
+class Codec:
+    """Two functions of (value, path, picks), and what they are for. Raises Misfit."""
+
+    def __init__(
+        self,
+        says: str = "anything",
+        encode: Callable[[Any, str, Picks], Any] = plainly,
+        decode: Callable[[Any, str, Picks], Any] = lambda value, path, picks: value,
+    ) -> None:
+        self.says, self.encode, self.decode = says, encode, decode
+
+
+ANYTHING: Final = Codec()
+NOTHING: Final[Mapping[Any, Any]] = {}
+
+
+def write(codec: Codec, value: Any, path: str) -> Any:
+    """One value as plain JSON. Where its annotation leaves a choice, it is also read back, to see that the same comes of it."""
+    picks: Picks = []
+    written = codec.encode(value, path, picks)
+    if picks:
+        again: Picks = []
+        back = read_back(codec, written, path, again)
+        if again != picks:
+            where = next((one for one, other in zip(picks, again, strict=False) if one != other), picks[0])[0]
+            raise Misfit(
+                f"{where} is ambiguous: what would be stored of it reads like another type of those in {codec.says}",
+                "annotate it with one type, or with types that JSON can tell apart",
+            )
+        if encode_json(codec.encode(back, path, [])) != encode_json(written):
+            raise Misfit(f"{path} would arrive as another value, since its class changes what it is given", "pass plain values")
+    return written
+
+
+def read_back(codec: Codec, written: Any, path: str, picks: Picks) -> Any:
+    """Its inverse. Classes of the application are called here, and may raise anything."""
+    try:
+        return codec.decode(written, path, picks)
+    except (Misfit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise Misfit(f"{path} does not fit {codec.says}: {error_text(error)}") from None
+
+
+def scalar(kind: type, write: Callable[[Any], Any], read: Callable[[Any], Any], *kinds: type) -> Codec:
+    """What is one text or number in JSON; `kinds` are those that are read."""
+    says = kind.__qualname__
+
+    def encode(value: Any, path: str, picks: Picks) -> Any:
+        if type(value) is not kind:
+            raise unfit(path, value, says)
+        try:
+            return plainly(write(value), path, picks)
+        except ValueError as error:
+            raise error if isinstance(error, Misfit) else Misfit(f"{path} cannot be written: {error}", "pass another") from None
+
+    def decode(value: Any, path: str, picks: Picks) -> Any:
+        try:
+            if type(value) in kinds:
+                return read(value)
+        except Exception:  # an Enum may have a word of its own for it
+            pass
+        raise Misfit(f"{path} (of type {type(value).__qualname__}) does not read as {says}")
+
+    return Codec(says, encode, decode)
+
+
+def exactly(*kinds: type) -> Codec:
+    """In a union even what JSON carries as it is has to be told from the rest."""
+    says = kinds[0].__name__
+
+    def check(value: Any, path: str, picks: Picks) -> Any:
+        if type(value) not in kinds:
+            raise unfit(path, value, says)
+        return plainly(value, path, picks)
+
+    return Codec(says, check, check)
+
+
+def write_moment(value: Any) -> str:
+    if value.tzinfo is not None and value.utcoffset() is None:
+        raise ValueError("its time zone tells no offset without a date")
+    return str(value.isoformat())
+
+
+def write_seconds(value: timedelta) -> Any:
+    """A number, or its text where a float would not hold all of it."""
+    units = value // timedelta(microseconds=1)
+    if units % 10**6 == 0:
+        return units // 10**6
+    if abs(units) < 2**52:
+        return value.total_seconds()
+    return f"{'-' * (units < 0)}{abs(units) // 10**6}.{abs(units) % 10**6:06}"
+
+
+def read_seconds(value: Any) -> timedelta:
+    if not isinstance(value, str):
+        return timedelta(seconds=value)
+    whole, _, rest = value.partition(".")
+    return timedelta(microseconds=int(f"{whole}{rest:0<6}"))
+
+
+def write_number(value: Any) -> str:
+    if not value.is_finite():
+        raise ValueError(f"{value} is not a number")
+    return str(value)
+
+
+@functools.cache
+def scalars() -> Mapping[Any, Codec]:
+    import base64
+    import datetime as dt
+    import decimal
+    import uuid
+
+    return {
+        dt.datetime: scalar(dt.datetime, write_moment, dt.datetime.fromisoformat, str),
+        dt.date: scalar(dt.date, dt.date.isoformat, dt.date.fromisoformat, str),
+        dt.time: scalar(dt.time, write_moment, dt.time.fromisoformat, str),
+        dt.timedelta: scalar(dt.timedelta, write_seconds, read_seconds, int, float, str),
+        uuid.UUID: scalar(uuid.UUID, str, uuid.UUID, str),
+        decimal.Decimal: scalar(decimal.Decimal, write_number, decimal.Decimal, str, int),
+        bytes: scalar(
+            bytes, lambda value: base64.b64encode(value).decode(), lambda text: base64.b64decode(text, validate=True), str
+        ),
+    }
+
+
+def enumeration(kind: Any) -> Codec:
+    """By value; by name if JSON would change one of the values."""
+    if all(type(member.value) in (str, int, bool, float, type(None)) for member in kind):
+        return scalar(kind, lambda member: member.value, kind, str, int, bool, float, type(None))
+    return scalar(kind, lambda member: member.name, kind.__getitem__, str)
+
+
+def collection(kind: Any, item: Codec) -> Codec:
+    """list, set, frozenset, or a tuple of any length."""
+    says, ordered = f"{kind.__name__}[{item.says}]", kind in (list, tuple)
+
+    def encode(value: Any, path: str, picks: Picks) -> Any:
+        if type(value) is not kind:
+            raise unfit(path, value, says)
+        if ordered:
+            return [item.encode(part, f"{path}[{i}]", picks) for i, part in enumerate(value)]
+        written: list[tuple[str, Any, Picks]] = []
+        for part in value:
+            mine: Picks = []
+            plain = item.encode(part, f"{path}{{…}}", mine)
+            written.append((encode_json(plain), plain, mine))
+        written.sort(key=lambda each: each[0])  # the same set, the same payload
+        picks.extend(pick for _, _, mine in written for pick in mine)
+        return [plain for _, plain, _ in written]
+
+    def decode(value: Any, path: str, picks: Picks) -> Any:
+        if type(value) is not list:
+            raise Misfit(f"{path} (of type {type(value).__qualname__}) does not read as {says}")
+        inner = (f"{path}[{i}]" if ordered else f"{path}{{…}}" for i in itertools.count())
+        return kind([item.decode(part, where, picks) for part, where in zip(value, inner, strict=False)])
+
+    return Codec(says, encode, decode)
+
+
+def fixed(items: Sequence[Codec]) -> Codec:
+    """A tuple with a type for each place."""
+    says = f"tuple[{', '.join(item.says for item in items)}]"
+
+    def encode(value: Any, path: str, picks: Picks) -> Any:
+        if type(value) is not tuple or len(value) != len(items):
+            raise unfit(path, value, says)
+        return [item.encode(part, f"{path}[{i}]", picks) for i, (item, part) in enumerate(zip(items, value, strict=True))]
+
+    def decode(value: Any, path: str, picks: Picks) -> Any:
+        if type(value) is not list or len(value) != len(items):
+            raise Misfit(f"{path} (of type {type(value).__qualname__}) does not read as {says}")
+        return tuple(item.decode(part, f"{path}[{i}]", picks) for i, (item, part) in enumerate(zip(items, value, strict=True)))
+
+    return Codec(says, encode, decode)
+
+
+def mapping(key: Codec, item: Codec) -> Codec:
+    """A dict. Keys that are not text are written as their text, and must come back from it."""
+    says = f"dict[{key.says}, {item.says}]"
+
+    def read_key(text: str, path: str) -> Any:
+        try:
+            return key.decode(text, path, [])
+        except Misfit:
+            if not text.removeprefix("-").isdecimal():
+                raise
+            return key.decode(int(text), path, [])
+
+    def write_key(value: Any, path: str) -> str:
+        plain = key.encode(value, f"a key of {path}", [])
+        text = str(plain) if type(plain) is int else plain
+        if type(text) is not str or type(back := read_key(text, path)) is not type(value) or back != value:
+            raise Misfit(f"{path} has the key {value!r} of type {type(value).__qualname__}; as text it would be another key")
+        return text
+
+    def encode(value: Any, path: str, picks: Picks) -> Any:
+        if type(value) is not dict:
+            raise unfit(path, value, says)
+        return {write_key(name, path): item.encode(part, f"{path}[{name!r}]", picks) for name, part in value.items()}
+
+    def decode(value: Any, path: str, picks: Picks) -> Any:
+        if type(value) is not dict:
+            raise Misfit(f"{path} (of type {type(value).__qualname__}) does not read as {says}")
+        found = {}
+        for text, part in value.items():
+            name = read_key(text, f"a key of {path}")
+            found[name] = item.decode(part, f"{path}[{name!r}]", picks)
+        return found
+
+    return Codec(says, encode, decode)
+
+
+class Fields(Record):
+    """What is known of a class with fields, or of a TypedDict."""
+
+    kind: Any
+    codecs: Mapping[str, Codec]
+    required: frozenset[str]
+    make: Callable[[dict[str, Any]], Any]
+    open: bool = False  # may hold more than its annotations name
+    changes: bool = False  # has a say about what it is given
+
+    def take(self, value: Any, path: str) -> Iterable[tuple[str, str, Any]]:
+        """The parts of a value: name, path and part."""
+        if isinstance(value, dict):
+            return [(name, f"{path}[{name!r}]", part) for name, part in value.items()]
+        return [(name, f"{path}.{name}", getattr(value, name)) for name in self.codecs if hasattr(value, name)]
+
+    def codec(self) -> Codec:
+        says, kind = self.kind.__qualname__, dict if self.open else self.kind
+
+        def encode(value: Any, path: str, picks: Picks) -> Any:
+            if type(value) is not kind:
+                raise unfit(path, value, says)
+            parts = self.take(value, path)
+            if self.changes:
+                picks.append((path, 0))
+            self.check({name: part for name, _, part in parts}, path, says)
+            if self.open and (found := foreign(dict.fromkeys(value), path)):
+                raise found
+            return {name: self.codecs.get(name, ANYTHING).encode(part, where, picks) for name, where, part in parts}
+
+        def decode(value: Any, path: str, picks: Picks) -> Any:
+            if type(value) is not dict:
+                raise Misfit(f"{path} (of type {type(value).__qualname__}) does not read as {says}")
+            if self.changes:
+                picks.append((path, 0))
+            self.check(value, path, says)
+            names = value if self.open else [name for name in self.codecs if name in value]
+            between = "[{!r}]" if self.open else ".{}"
+            read = {
+                name: self.codecs.get(name, ANYTHING).decode(value[name], path + between.format(name), picks) for name in names
+            }
+            try:
+                return self.make(read)
+            except Exception as error:
+                raise Misfit(f"{path} is refused by {says}: {error_text(error)}") from None
+
+        return Codec(says, encode, decode)
+
+    def check(self, parts: Mapping[str, Any], path: str, says: str) -> None:
+        for name in self.required:
+            if name not in parts:
+                raise Misfit(f"{path} has no {name!r}, which {says} needs", "give it")
+        if not self.open:
+            for name in parts:
+                if name not in self.codecs:
+                    raise Misfit(f"{path} has {name!r}, which {says} does not know")
+
+
+def optional(inner: Codec) -> Codec:
+    def encode(value: Any, path: str, picks: Picks) -> Any:
+        written = None if value is None else inner.encode(value, path, picks)
+        if written is None and value is not None:
+            raise Misfit(f"{path} would arrive as None", "use another value for it")
+        return written
+
+    def decode(value: Any, path: str, picks: Picks) -> Any:
+        return None if value is None else inner.decode(value, path, picks)
+
+    return Codec(f"{inner.says} | None", encode, decode)
+
+
+def union(members: Sequence[Codec]) -> Codec:
+    """The first member that can write a value writes it. It is read by the first that would write the same again, else by the
+    first that can read it at all: text that only resembles a UUID stays text."""
+    says = " | ".join(member.says for member in members)
+
+    def encode(value: Any, path: str, picks: Picks) -> Any:
+        deeper: Misfit | None = None
+        for i, member in enumerate(members):
+            before = len(picks)
+            picks.append((path, i))
+            try:
+                return member.encode(value, path, picks)
+            except Misfit as error:
+                del picks[before:]
+                deeper = deeper or (None if str(error).startswith(f"{path} ") else error)
+        raise deeper or unfit(path, value, says)
+
+    def decode(value: Any, path: str, picks: Picks) -> Any:
+        found: list[tuple[Any, Picks]] = []
+        for i, member in enumerate(members):
+            mine: Picks = [(path, i)]
+            with contextlib.suppress(Misfit):
+                found.append((member.decode(value, path, mine), mine))
+                if encode_json(member.encode(found[-1][0], path, [])) == encode_json(value):
+                    found = [found[-1]]
+                    break
+        if not found:
+            raise Misfit(f"{path} (of type {type(value).__qualname__}) does not read as {says}")
+        picks.extend(found[0][1])
+        return found[0][0]
+
+    return Codec(says, encode, decode)
+
+
+def pydantic_codec(hint: Any) -> Codec:
+    """Through pydantic's own TypeAdapter: dumped in JSON mode, and validated from JSON on arrival."""
+    adapter = sys.modules["pydantic"].TypeAdapter(hint)
+    says = getattr(hint, "__qualname__", str(hint))
+    by_name = "by_name" in inspect.signature(adapter.validate_json).parameters  # since 2.11
+    names: dict[str, Any] = {"by_alias": True, "by_name": True} if by_name else {}
+
+    def decode(value: Any, path: str, picks: Picks) -> Any:
+        try:
+            return adapter.validate_json(encode_json(value), **names)
+        except sys.modules["pydantic"].ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+            raise Misfit(f"{path}{where} does not fit {says}: {first['msg']}") from None
+
+    def encode(value: Any, path: str, picks: Picks) -> Any:
+        try:
+            written = adapter.dump_python(value, mode="json", round_trip=True, by_alias=not by_name, warnings=False)
+            back = decode(plainly(written, path, picks), path, picks)
+        except Exception as error:
+            mine = isinstance(error, Misfit) and isinstance(hint, type) and isinstance(value, hint)
+            raise error if mine else unfit(path, value, says) from None
+        if type(back) is not type(value):
+            raise unfit(path, value, says)
+        if back != value:
+            fields = getattr(type(value), "model_fields", ())
+            name = next((f".{name}" for name in fields if getattr(value, name, ...) != getattr(back, name, ...)), "")
+            raise Misfit(
+                f"{path}{name} does not come back from JSON as it was",
+                "annotate it with a type that JSON can hold (secrets and private attributes are not written)",
+            )
+        return written
+
+    return Codec(says, encode, decode)
+
+
+def evaluated(annotation: Any, names: Mapping[str, Any], own: Mapping[str, Any] = NOTHING) -> Any:
+    """What an annotation stands for, names in quotes included; a Codec if that cannot be known."""
+    import types
+    import typing
+
+    holder = types.SimpleNamespace(__annotations__={"it": annotation})
+    try:
+        return typing.get_type_hints(holder, dict(names), dict(own), include_extras=True)["it"]
+    except Exception:  # a name that only type checkers know, say
+        return unresolved(annotation)
+
+
+def unresolved(annotation: object) -> Codec:
+    """An annotation that means nothing at run time: plain values only."""
+
+    def encode(value: Any, path: str, picks: Picks) -> Any:
+        if found := foreign(value, path):
+            what = f"its annotation {annotation!r} cannot be resolved at run time"
+            raise Misfit(
+                f"{found}, and {what}",
+                found.way_out or "import what it names where the program runs, not only under TYPE_CHECKING",
+            )
+        return value
+
+    return Codec(str(annotation), encode)
+
+
+def origin_name(hint: Any) -> str:
+    import typing
+
+    origin = typing.get_origin(hint)
+    return str(getattr(origin, "_name", None) or getattr(origin, "__name__", ""))
+
+
+def typing_args(hint: Any) -> tuple[Any, ...]:
+    import typing
+
+    return typing.get_args(hint)
+
+
+EXACT: Final[Mapping[type, tuple[type, ...]]] = {
+    str: (str,), int: (int, bool), bool: (bool,), float: (float, int), type(None): (type(None),),
+}  # fmt: skip
+
+
+@functools.cache
+def containers() -> Mapping[Any, type]:
+    """What arrives where any of several would do."""
+    import collections.abc as abc
+
+    kinds = (list, abc.Sequence, abc.MutableSequence, abc.Collection, abc.Iterable)
+    return {
+        **dict.fromkeys(kinds, list),
+        **dict.fromkeys((set, abc.Set, abc.MutableSet), set),
+        **dict.fromkeys((dict, abc.Mapping, abc.MutableMapping), dict),
+        frozenset: frozenset,
+        tuple: tuple,
+    }
+
+
+class Annotations:
+    """Makes the codecs of annotations. None: plain JSON as it is. `strict`: told from the other members of a union.
+    `known` holds what was made before or is being made, since a class may refer to itself."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Codec | None] = {}
+
+    def of(self, hint: Any, strict: bool = False, names: Mapping[Any, Any] = NOTHING) -> Codec | None:
+        """`names`: what the type variables of a generic class stand for."""
+        if isinstance(hint, Codec):  # it is known by now that it cannot be known
+            return hint
+        key = (hint, strict, *names.items())
+        try:
+            if key in self.known:
+                return self.known[key]
+        except TypeError:  # something in it is not hashable
+            return ANYTHING
+        made = self.known[key] = Codec()
+        found = self._make(hint, strict, names)
+        if found is None:
+            self.known[key] = None
+            return None
+        made.__dict__ = found.__dict__
+        return made
+
+    def sure(self, hint: Any, strict: bool, names: Mapping[Any, Any]) -> Codec:
+        return self.of(hint, strict, names) or (ANYTHING if hint is Any else Codec(getattr(hint, "__name__", str(hint))))
+
+    def _make(self, hint: Any, strict: bool, names: Mapping[Any, Any]) -> Codec | None:
+        import typing
+
+        origin, args, special = typing.get_origin(hint), typing.get_args(hint), origin_name(hint)
+        if special in ("Annotated", "Required", "NotRequired", "ReadOnly", "Final", "ClassVar"):
+            return self.of(args[0], strict, names)
+        if hasattr(hint, "__supertype__"):  # NewType
+            return self.of(hint.__supertype__, strict, names)
+        if type(origin or hint).__name__ == "TypeAliasType":
+            alias = origin or hint
+            return self.of(alias.__value__, strict, {**names, **dict(zip(alias.__type_params__, args, strict=False))})
+        if isinstance(hint, TypeVar):
+            return self.of(names.get(hint, hint.__bound__ or Any), strict, names)
+        if special in ("Union", "UnionType"):
+            return self._union(args, strict, names)
+        if origin is Literal:
+            return self._literal(args, strict)
+        kind = type(None) if hint is None else origin or hint
+        if not isinstance(kind, type):
+            return ANYTHING if strict else None  # Any, Callable[...] and whatever else there is
+        if (container := containers().get(kind)) is not None:
+            return self._container(container, hint, strict, names)
+        return self._class(hint, kind, strict)
+
+    def _union(self, args: Sequence[Any], strict: bool, names: Mapping[Any, Any]) -> Codec | None:
+        rest = [arg for arg in args if arg not in (None, type(None))]
+        plain = [self.of(arg, False, names) is None for arg in rest]
+        if all(plain) and not strict:
+            return None
+        if len(rest) == 1:
+            return optional(self.sure(rest[0], strict, names))
+        members = [self.sure(arg, True, names) for arg in rest]
+        found = union([members[i] for i in sorted(range(len(rest)), key=plain.__getitem__)])  # text takes what others leave
+        return found if len(rest) == len(args) else optional(found)
+
+    def _literal(self, args: Sequence[Any], strict: bool) -> Codec | None:
+        if not strict and all(foreign(arg, "") is None for arg in args):
+            return None
+        codecs = [(arg, self.sure(type(arg), True, {})) for arg in args]
+        texts = [encode_json(codec.encode(arg, "", [])) for arg, codec in codecs]
+        says = f"Literal[{', '.join(map(repr, args))}]"
+
+        def encode(value: Any, path: str, picks: Picks) -> Any:
+            for arg, codec in codecs:
+                if type(arg) is type(value) and arg == value:
+                    written = codec.encode(value, path, picks)
+                    if texts.count(encode_json(written)) > 1:
+                        raise Misfit(f"{path} is ambiguous: its JSON is that of another value of {says}", "use other values")
+                    return written
+            raise unfit(path, value, says)
+
+        def decode(value: Any, path: str, picks: Picks) -> Any:
+            text = encode_json(value)
+            if text not in texts:
+                raise Misfit(f"{path} is none of {says}")
+            return args[texts.index(text)]
+
+        return Codec(says, encode, decode)
+
+    def _container(self, kind: type, hint: Any, strict: bool, names: Mapping[Any, Any]) -> Codec | None:
+        args = typing_args(hint)
+        if kind is tuple:
+            if args[1:] == (...,) or hint is tuple:
+                return collection(tuple, self.sure(args[0] if args else Any, strict, names))
+            if any(isinstance(arg, TypeVarTuple) or "*" in str(arg) for arg in args):
+                return ANYTHING if strict else None
+            return fixed([self.sure(arg, strict, names) for arg in args])
+        if kind is dict:
+            key, item = args or (Any, Any)
+            if not strict and key in (str, Any) and self.of(item, False, names) is None:
+                return None
+            return mapping(self.sure(key, True, names), self.sure(item, strict, names))
+        item = args[0] if args else Any
+        if kind is list and not strict and self.of(item, False, names) is None:
+            return None
+        return collection(kind, self.sure(item, strict, names))
+
+    def _class(self, hint: Any, kind: Any, strict: bool) -> Codec | None:
+        if kind in EXACT:
+            return exactly(*EXACT[kind]) if strict else None
+        if kind is object:
+            return ANYTHING if strict else None
+        import dataclasses
+        import enum
+        import pathlib
+        import typing
+
+        if kind in scalars():
+            return scalars()[kind]
+        if "pydantic" in sys.modules and (
+            hasattr(kind, "__get_pydantic_core_schema__") or "__pydantic_validator__" in vars(kind)
+        ):
+            return pydantic_codec(hint)
+        if issubclass(kind, enum.Enum):
+            return enumeration(kind)
+        if typing.is_typeddict(kind):
+            return self._typed_dict(hint, kind, strict)
+        if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+            return self._named_tuple(hint, kind, strict)
+        if dataclasses.is_dataclass(kind) and "__dataclass_fields__" in vars(kind):
+            return self._dataclass(hint, kind, strict)
+        if issubclass(kind, pathlib.PurePath):
+            return scalar(type(kind(".")), str, kind, str)
+        return exactly(kind) if strict else None  # which will refuse all there is
+
+    def _fields(self, hint: Any, kind: Any, strict: bool, hints: Mapping[str, Any], optionals: Iterable[str]) -> dict[str, Codec]:
+        names = dict(zip(getattr(kind, "__parameters__", ()), typing_args(hint), strict=False))
+        codecs = {name: self.sure(each, strict, names) for name, each in hints.items()}
+        return codecs | {name: optional(codecs[name]) for name in optionals if codecs[name] is not ANYTHING}
+
+    def _typed_dict(self, hint: Any, kind: Any, strict: bool) -> Codec:
+        hints = class_hints(kind)
+        required = set(kind.__required_keys__)
+        for name, each in hints.items():  # its own sets do not know better, where annotations are postponed
+            word = origin_name(each)
+            required = required | {name} if word == "Required" else required - {name} if word == "NotRequired" else required
+        codecs = self._fields(hint, kind, strict, hints, ())
+        return Fields(kind=kind, codecs=codecs, required=frozenset(required), make=dict, open=True).codec()
+
+    def _named_tuple(self, hint: Any, kind: Any, strict: bool) -> Codec:
+        hints, defaults = dict.fromkeys(kind._fields, Any) | class_hints(kind), kind._field_defaults
+        hints = {name: hints[name] for name in kind._fields}
+        codecs = self._fields(hint, kind, strict, hints, [name for name in defaults if defaults[name] is None])
+        return Fields(
+            kind=kind,
+            codecs=codecs,
+            required=frozenset(hints.keys() - defaults),
+            make=lambda values: kind(**values),
+            changes=True,
+        ).codec()
+
+    def _dataclass(self, hint: Any, kind: Any, strict: bool) -> Codec | None:
+        import dataclasses
+
+        fields, hints = dataclasses.fields(kind), class_hints(kind)
+        pseudo = kind.__dataclass_fields__.keys() - {field.name for field in fields} - vars(kind).keys()
+        if not kind.__dataclass_params__.init or any(type(hints.get(name)) is dataclasses.InitVar for name in pseudo):
+            return exactly(kind) if strict else None  # there is no telling what its constructor takes
+        late = [field.name for field in fields if not field.init]
+        plain = [field.name for field in fields if field.default is None]
+        required = [f.name for f in fields if f.init and f.default is f.default_factory is dataclasses.MISSING]
+
+        def make(values: dict[str, Any]) -> Any:
+            after = {name: values.pop(name) for name in late if name in values}
+            made = kind(**values)
+            for name, value in after.items():
+                object.__setattr__(made, name, value)
+            return made
+
+        codecs = self._fields(hint, kind, strict, {field.name: hints.get(field.name, Any) for field in fields}, plain)
+        changes = hasattr(kind, "__post_init__")
+        return Fields(kind=kind, codecs=codecs, required=frozenset(required), make=make, changes=changes).codec()
+
+
+def class_hints(kind: Any) -> dict[str, Any]:
+    """The annotations of a class, each by itself: one that cannot be resolved spoils no other."""
+    found: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        names = vars(sys.modules.get(base.__module__, sys))
+        for name, annotation in inspect.get_annotations(base).items():
+            found[name] = evaluated(annotation, names, {base.__name__: base, kind.__name__: kind})
+    return found
+
+
+class Codecs(Record):
+    """What the annotations of a handler's parameters say."""
+
+    positions: Sequence[Codec]
+    rest: Codec  # of *args
+    names: Mapping[str, Codec]
+    more: Codec  # of **kwargs
+
+    def pick(self, which: int | str) -> Codec:
+        if isinstance(which, str):
+            return self.names.get(which, self.more)
+        return self.positions[which] if which < len(self.positions) else self.rest
+
+    def write(self, which: int | str, value: Any, path: str) -> Any:
+        return write(self.pick(which), value, path)
+
+
+def handler_hints(handler: Handler) -> dict[str, Any]:
+    """What the annotations of its parameters, and of "return", stand for."""
+    core: Any = handler.fn
+    while isinstance(core, functools.partial):
+        core = core.func
+    core = inspect.unwrap(core)
+    if not inspect.isroutine(core):
+        core = inspect.unwrap(core.__init__ if isinstance(core, type) else type(core).__call__)  # type: ignore[misc]
+    names = getattr(core, "__globals__", {})
+    if handler.signature is None:
+        return {}
+    hints = {name: parameter.annotation for name, parameter in handler.signature.parameters.items()}
+    hints["return"] = handler.signature.return_annotation
+    return {name: Any if hint is inspect.Parameter.empty else evaluated(hint, names) for name, hint in hints.items()}
+
+
+def codecs_of(handler: Handler) -> Codecs | None:
+    """None: all that the handler takes is JSON as it is."""
+    make, hints = Annotations(), handler_hints(handler)
+    found = Codecs(positions=[], rest=ANYTHING, names={}, more=ANYTHING)
+    positions: list[Codec] = []
+    names: dict[str, Codec] = {}
+    for name, parameter in handler.signature.parameters.items() if handler.signature else ():
+        if parameter.kind is parameter.VAR_KEYWORD and origin_name(hints[name]) == "Unpack":
+            names |= {key: make.of(hint) or ANYTHING for key, hint in class_hints(typing_args(hints[name])[0]).items()}
+            continue
+        codec = make.of(hints[name]) or ANYTHING
+        if parameter.default is None and codec is not ANYTHING:
+            codec = optional(codec)
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            found.rest = codec
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            found.more = codec
+        else:
+            names[name] = codec
+            if parameter.kind is not parameter.KEYWORD_ONLY:
+                positions.append(codec)
+    found.positions, found.names = positions, names
+    used = {found.rest, found.more, *names.values()}
+    return None if used == {ANYTHING} else found
+
+
+def result_codec(handler: Handler) -> Codec:
+    hint = handler_hints(handler).get("return", Any)
+    if origin_name(hint) in ("Awaitable", "Coroutine"):
+        hint = typing_args(hint)[-1]
+    codec = Annotations().of(hint)
+    return ANYTHING if codec is None else optional(codec)
+
+
+def read_call(handler: Handler | None, call: Arguments) -> Arguments:
+    """Stored arguments as the handler's annotations say. Raises Misfit."""
+    codecs = handler.codecs if handler is not None else None
+    if codecs is None:
+        return call
+    args, kwargs = call
+    return (
+        [read_back(codecs.pick(i), value, argument_name(handler, i), []) for i, value in enumerate(args)],
+        {name: read_back(codecs.pick(name), value, name, []) for name, value in kwargs.items()},
+    )
+
+
+def round_trip(handler: Handler | None, name: str, call: Arguments, limit: int) -> Arguments:
+    """What would arrive of a durable call. Raises PayloadError, PayloadTooLarge, Misfit."""
+    return read_call(handler, decode_call(encode_call(handler, name, call, limit), PAYLOAD_VERSION))
 
 
 # ── 9. Options of a job ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -4210,9 +5004,12 @@ def prepare_call(job: Running, clock: Clock) -> Outcome | Arguments:
         return Outcome("undecodable", reason=str(error))
     try:
         check_call(job.handler, job.args, job.kwargs)
-    except TypeError as error:
+        if job.handler.codecs is not None:
+            job.args, job.kwargs = read_call(job.handler, (job.args, job.kwargs))
+    except (TypeError, Misfit) as error:
         job.args = None
-        return Outcome("parked", error=error)
+        misfit = f"task {job.handler.name!r} does not take these arguments: {error}"
+        return Outcome("parked", error=TypeError(misfit) if isinstance(error, Misfit) else error)
     return job.args, job.kwargs
 
 
@@ -4377,17 +5174,15 @@ def done_with(
 
 
 def done(row: JobRow, outcome: Outcome, settings: Settings, now: int) -> Settlement:
-    result = None
-    if settings.result_ttl > 0 and row.durable:
+    result, reason, ttl = None, outcome.reason, settings.result_ttl
+    if ttl > 0 and row.durable:
         try:
-            found = foreign(outcome.value, "the result")
-            result = None if found else encode_json(outcome.value)
-        except (RecursionError, ValueError):
-            found = "the result is nested too deep, or holds too long a number"
-        if found:
-            log.warning("%s is done, but %s: JSON cannot carry that, so no result is kept", label(row), found)
-    ttl = settings.result_ttl
-    return done_with(row, outcome.reason, result, None if ttl == math.inf else later(now, ttl), ttl > 0)
+            result = encode_json(write(row.handler.result_codec if row.handler else ANYTHING, outcome.value, "the result"))
+        except Exception as error:
+            found = str(error) if isinstance(error, Misfit) else "the result is nested too deep, or holds too long a number"
+            reason = clean(f"{found}: JSON cannot carry that, so no result is kept")
+            log.warning("%s is done, but %s", label(row), reason)
+    return done_with(row, reason, result, None if ttl == math.inf else later(now, ttl), ttl > 0)
 
 
 def failed(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: random.Random | None) -> Settlement:
@@ -5163,6 +5958,7 @@ class Intake:
         self._room: deque[asyncio.Event] = deque()
         self._awaited: set[JobRow] = set()
         self._moving: dict[bytes, asyncio.Task[list[JobRow]]] = {}  # promotions under way
+        self._warned_of: set[tuple[str, str]] = set()  # tasks and types of arguments that belong to a request
         self._within: weakref.WeakSet[JobRow] = weakref.WeakSet()  # enqueued with tx, and perhaps never committed
 
     def settings(self, handler: Handler | None) -> Settings:
@@ -5195,6 +5991,9 @@ class Intake:
         if handler.registered and self.handlers.get(handler.name, handler) is not handler:
             return  # another has taken its place
         self.memory_tasks[handler.name] = handler.in_thread or self.memory_tasks.get(handler.name, False)
+        for alias in handler.aliases:
+            if self.handlers.get(alias) is handler:
+                self.memory_tasks[alias] = self.durable_tasks[alias] = handler.in_thread
         if handler.registered:
             self.durable_tasks[handler.name] = handler.in_thread
             for tier in self.crew.tiers:
@@ -5205,8 +6004,11 @@ class Intake:
     ) -> JobRow:
         if handler is not None and settings.simple:
             simple = SimpleRow(handler, settings, call[0], self.clock.time())
+            if call[0]:
+                self.look_at(name, call[0])
             if call[1]:
                 simple.kwargs = call[1]
+                self.look_at(name, call[1].values())
             simple.wait()
             return simple
         now = self.clock.time()
@@ -5228,7 +6030,16 @@ class Intake:
         else:
             row.args, row.kwargs = call
             row.context = contextvars.copy_context()
+            self.look_at(name, (*call[0], *call[1].values()))
         return row
+
+    def look_at(self, name: str, args: Iterable[Any]) -> None:
+        """Say once per task and type that a best-effort job was given what may be closed by the time it runs."""
+        for value in any_bound(args):
+            about = (name, type_name(type(value)))
+            if about not in self._warned_of and len(self._warned_of) < 1_000:
+                self._warned_of.add(about)
+                log.warning("task %s was given a %s, which is closed with its request: %s", *about, BOUND_ADVICE)
 
     def planned_row(self, plan: Plan, args: Sequence[Any]) -> JobRow:
         now, settings = self.clock.time(), plan.settings
@@ -5829,7 +6640,8 @@ class Engine(Inquiries):
         log.info(
             "tinyq %s started: worker %s, %s, %d tasks, %d schedules, database %s",
             __version__, self.worker, "claims jobs" if self.config.worker else "claims no durable jobs",
-            len(self.handlers), len(schedules), ", ".join(f"{name} {value}" for name, value in facts.items()),
+            len({*map(id, self.handlers.values())}), len(schedules),
+            ", ".join(f"{name} {value}" for name, value in facts.items()),
         )  # fmt: skip
 
     def _begin_pulse(self, store: SQLiteStore) -> None:
@@ -6188,8 +7000,13 @@ class Job(Generic[R_co]):
         if row.value is not ...:
             return cast(R_co, row.value)
         if row.result is None:
-            raise NoResult(f"job {self.id} is done and its result was not kept: set result_ttl to read it from anywhere")
-        return cast(R_co, decode_json(row.result))
+            why = row.reason or "set result_ttl to read it from anywhere"
+            raise NoResult(f"job {self.id} is done and its result was not kept: {why}")
+        handler = row.handler or self._engine.handlers.get(row.task)
+        try:
+            return cast(R_co, read_back(handler.result_codec if handler else ANYTHING, decode_json(row.result), "the result", []))
+        except Misfit as error:
+            raise NoResult(f"job {self.id} is done, and its result cannot be read here: {error}") from None
 
     async def exists(self) -> bool:
         """Whether the job is stored, now that all earlier writes are done. False, too, once it has ended and was not kept."""
@@ -6335,6 +7152,7 @@ class TinyQ:
         /,
         *,
         name: str | None = None,
+        aliases: Sequence[str] | frozenset[str] = (),
         replace: bool = False,
         promote: Promote | None = None,
         run_in: RunIn | None = None,
@@ -6346,6 +7164,7 @@ class TinyQ:
         /,
         *,
         name: str | None = None,
+        aliases: Sequence[str] | frozenset[str] = (),
         replace: bool = False,
         promote: Promote | None = None,
         run_in: RunIn | None = None,
@@ -6354,6 +7173,7 @@ class TinyQ:
         """Register a function (async or plain), method, partial or callable as a task. Works bare and with options.
 
         name: how stored jobs refer to it. Default `module.qualname`.
+        aliases: names that it had before, in a list: jobs stored under those are its own.
         replace: take the place of a task with this name, instead of DuplicateTask.
         promote: at shutdown store its unstarted best-effort jobs (True), interrupted ones too ("interrupted"), or none (False).
         run_in: "process" gives each running job a new process of its own, for code that may crash, hang or use a processor for
@@ -6364,13 +7184,15 @@ class TinyQ:
         Raises TypeError for what is not callable, an unknown option, or a function that another process cannot import;
         ValueError for a bad value.
         """
-        checked = check_options(options, f"task {name!r}" if name else "task()", "name", "replace", "promote", "run_in")
+        own = ("name", "aliases", "replace", "promote", "run_in")
+        checked = check_options(options, f"task {name!r}" if name else "task()", *own)
         choice(promote, "promote", None, True, False, "interrupted")
         flag(replace, "replace")
         refuse_tx(checked, "task()")
+        old_names = names_from(aliases)
 
         def register(function: Callable[..., Any]) -> Task[..., Any, Any]:
-            return self._register(function, name, replace, promote, checked, run_in)
+            return self._register(function, name, replace, promote, checked, run_in, old_names)
 
         return cast(Any, register if fn is None else register(fn))
 
@@ -6381,19 +7203,24 @@ class TinyQ:
         replace: bool,
         promote: Promote | None,
         options: Mapping[str, Any],
-        run_in: RunIn | None,
+        run_in: RunIn | None = None,
+        aliases: Sequence[str] = (),
     ) -> Task[..., Any, Any]:
         handler = make_handler(fn.fn if isinstance(fn, Task) else fn, name, options, promote)
         if run_in is not None:
             move_to_process(handler, run_in)
-        if handler.name in self._handlers and not replace:
-            raise DuplicateTask(f"a task named {handler.name!r} is registered already: give one of them name=…, or replace=True")
+        replaced = self._handlers.get(handler.name)
+        aliases = [*aliases, *(replaced.aliases if replaced and replaced.name == handler.name else ())]
+        handler.aliases = tuple(dict.fromkeys(alias for alias in aliases if alias != handler.name))
+        for taken in (handler.name, *handler.aliases):
+            if taken in self._handlers and not replace:
+                raise DuplicateTask(f"a task named {taken!r} is registered already: give one of them name=…, or replace=True")
         if handler.name.startswith("__main__."):
             log.warning(
                 "task %s is named after the script that runs: other processes know it by another name; give it name=…",
                 handler.name,
             )
-        self._handlers[handler.name] = handler
+        self._handlers |= dict.fromkeys((handler.name, *handler.aliases), handler)
         self._quick.clear()
         self._plans.clear()
         with contextlib.suppress(TypeError):  # not hashable: it can be enqueued through its Task only
@@ -6581,7 +7408,7 @@ class TinyQ:
                 )
             if handler is None and fn not in self._strangers:
                 self._greet(text(fn, "a task's name"))
-            return handler, fn
+            return handler, fn if handler is None else handler.name
         try:
             handler = self._of_functions.get(fn) or self._quick.get(fn)
         except TypeError:  # not hashable
@@ -6609,6 +7436,8 @@ class TinyQ:
         if handler is not None and handler.learned is engine.mark and not options and not kwargs:  # what most calls are
             settings = handler.settings
             if settings is not None and settings.simple and handler.fewest <= len(args) <= handler.most:
+                if args and not UNBOUND.issuperset(map(type, args)):
+                    engine.look_at(name, args)
                 simple = SimpleRow(handler, settings, args, engine.clock.time())
                 return Job(engine, simple, True) if engine.start_at_once(simple, handler, settings) else simple
         if "tx" in options:
@@ -6837,8 +7666,10 @@ class TinyQ:
     async def dead(self, task: TaskOrName | None = None, limit: int = 100) -> list[Job[Any]]:
         """Dead jobs, of one task if it is given, the last to die first: durable ones, and the best-effort ones kept in memory."""
         engine = self._running()
-        rows = await engine.dead(None if task is None else name_of(task), whole(limit, "limit", 1))
-        return [Job(engine, row, False) for row in rows]
+        whole(limit, "limit", 1)
+        rows = [row for name in self._names_of(task) for row in await engine.dead(name, limit)]
+        rows.sort(key=lambda row: row.finished or 0, reverse=True)
+        return [Job(engine, row, False) for row in rows[:limit]]
 
     async def requeue(self, *ids: str, task: TaskOrName | None = None, all: bool = False) -> int:
         """Make dead jobs pending again, with all their attempts. Answers how many were.
@@ -6851,7 +7682,7 @@ class TinyQ:
         engine = self._running()
         if ids:
             return await engine.requeue([id_bytes(id) for id in ids])
-        return await engine.requeue_dead(None if task is None else name_of(task))
+        return sum([await engine.requeue_dead(name) for name in self._names_of(task)])
 
     async def purge(self, *ids: str, task: TaskOrName | None = None, all: bool = False) -> int:
         """Delete dead jobs. Answers how many were.
@@ -6863,7 +7694,15 @@ class TinyQ:
         engine = self._running()
         if ids:
             return await engine.purge([id_bytes(id) for id in dict.fromkeys(ids)])
-        return await engine.purge_dead(None if task is None else name_of(task))
+        return sum([await engine.purge_dead(name) for name in self._names_of(task)])
+
+    def _names_of(self, task: TaskOrName | None) -> Sequence[str | None]:
+        """The names that jobs of a task may have been stored under."""
+        if task is None:
+            return (None,)
+        name = name_of(task)
+        handler = self._handlers.get(name)
+        return (name,) if handler is None else (handler.name, *handler.aliases)
 
     async def pause(self, queue: str) -> None:
         """Start no job of this queue any more, until `resume`, in any process that shares the database and the namespace.
@@ -6882,6 +7721,12 @@ def hook_from(hook: Any) -> Handler:
     if not callable(hook):
         raise TypeError(f"on_dead() takes a function of the dead Job, and this is {hook!r}")
     return make_handler(hook.fn if isinstance(hook, Task) else hook)
+
+
+def names_from(aliases: object) -> list[str]:
+    if isinstance(aliases, str) or not isinstance(aliases, (list, tuple, set, frozenset)):
+        raise TypeError(f'aliases is {aliases!r}: give a list of names, such as ["old_name"]')
+    return [text(alias, "a name in aliases") for alias in aliases]
 
 
 def name_of(task: TaskOrName) -> str:
