@@ -1593,7 +1593,7 @@ def union(members: Sequence[Codec]) -> Codec:
                 return member.encode(value, path, picks)
             except Misfit as error:
                 del picks[before:]
-                deeper = deeper or (None if str(error).startswith(f"{path} ") else error)
+                deeper = deeper or (None if str(error).startswith(f"{path} is of type ") else error)
         raise deeper or unfit(path, value, says)
 
     def decode(value: Any, path: str, picks: Picks) -> Any:
