@@ -193,7 +193,8 @@ class DuplicateTask(TinyQError, ValueError):
 
 
 class PayloadError(TinyQError, TypeError):
-    """A durable job's argument is something that JSON cannot carry; the message names the task and the path to it."""
+    """A durable job's argument would not arrive as it is: it is neither plain JSON nor what the handler's annotation says. The
+    message names the task and the path to it."""
 
 
 class PayloadTooLarge(TinyQError, ValueError):
@@ -1633,8 +1634,11 @@ def pydantic_codec(hint: Any) -> Codec:
             written = adapter.dump_python(value, mode="json", round_trip=True, by_alias=not by_name, warnings=False)
             back = decode(plainly(written, path, picks), path, picks)
         except Exception as error:
-            mine = isinstance(error, Misfit) and isinstance(hint, type) and isinstance(value, hint)
-            raise error if mine else unfit(path, value, says) from None
+            if not isinstance(hint, type) or not isinstance(value, hint):
+                raise unfit(path, value, says) from None
+            raise (
+                error if isinstance(error, Misfit) else Misfit(f"{path} cannot be written: {error}", "change its class")
+            ) from None
         if type(back) is not type(value):
             raise unfit(path, value, says)
         if back != value:
@@ -1822,7 +1826,6 @@ class Annotations:
         import dataclasses
         import enum
         import pathlib
-        import typing
 
         if kind in scalars():
             return scalars()[kind]
@@ -1832,7 +1835,7 @@ class Annotations:
             return pydantic_codec(hint)
         if issubclass(kind, enum.Enum):
             return enumeration(kind)
-        if typing.is_typeddict(kind):
+        if issubclass(kind, dict) and hasattr(kind, "__required_keys__"):  # TypedDict, or the one of typing_extensions
             return self._typed_dict(hint, kind, strict)
         if issubclass(kind, tuple) and hasattr(kind, "_fields"):
             return self._named_tuple(hint, kind, strict)
@@ -5993,7 +5996,7 @@ class Intake:
         self.memory_tasks[handler.name] = handler.in_thread or self.memory_tasks.get(handler.name, False)
         for alias in handler.aliases:
             if self.handlers.get(alias) is handler:
-                self.memory_tasks[alias] = self.durable_tasks[alias] = handler.in_thread
+                self.durable_tasks[alias] = handler.in_thread
         if handler.registered:
             self.durable_tasks[handler.name] = handler.in_thread
             for tier in self.crew.tiers:
@@ -7186,25 +7189,25 @@ class TinyQ:
         """
         own = ("name", "aliases", "replace", "promote", "run_in")
         checked = check_options(options, f"task {name!r}" if name else "task()", *own)
-        choice(promote, "promote", None, True, False, "interrupted")
         flag(replace, "replace")
         refuse_tx(checked, "task()")
-        old_names = names_from(aliases)
+        registered = registration(name, aliases, promote, run_in)
 
         def register(function: Callable[..., Any]) -> Task[..., Any, Any]:
-            return self._register(function, name, replace, promote, checked, run_in, old_names)
+            return self._register(function, checked, replace=replace, **registered)
 
         return cast(Any, register if fn is None else register(fn))
 
     def _register(
         self,
         fn: Callable[..., Any],
-        name: str | None,
-        replace: bool,
-        promote: Promote | None,
         options: Mapping[str, Any],
-        run_in: RunIn | None = None,
-        aliases: Sequence[str] = (),
+        *,
+        name: str | None,
+        aliases: Sequence[str],
+        promote: Promote | None,
+        run_in: RunIn | None,
+        replace: bool = False,
     ) -> Task[..., Any, Any]:
         handler = make_handler(fn.fn if isinstance(fn, Task) else fn, name, options, promote)
         if run_in is not None:
@@ -7238,6 +7241,7 @@ class TinyQ:
         overlap: Literal["skip"] = "skip",
         per_process: bool = False,
         name: str | None = None,
+        aliases: Sequence[str] | frozenset[str] = (),
         promote: Promote | None = None,
         run_in: RunIn | None = None,
         **options: Unpack[Options],
@@ -7255,15 +7259,16 @@ class TinyQ:
             raise ValueError(f"every is {seconds!r}: the shortest period is 0.001 s")
         choice(overlap, "overlap", "skip")
         start = round(duration(offset, "offset") * 1e6) % period
-        own = ("offset", "immediate", "overlap", "per_process", "name", "promote", "run_in")
-        checked = check_options(options, "every()", *own)
-        choice(promote, "promote", None, True, False, "interrupted")
+        checked = check_options(
+            options, "every()", "offset", "immediate", "overlap", "per_process", "name", "aliases", "promote", "run_in"
+        )
         flag(immediate, "immediate")
         flag(per_process, "per_process")
         refuse_tx(checked, "every()")
+        own = registration(name, aliases, promote, run_in)
 
         def register(function: Callable[..., Any]) -> Task[..., Any, Any]:
-            task = self._scheduled_task(function, name, promote, checked, run_in)
+            task = self._scheduled_task(function, checked, own)
             if not self._schedules and self._engine is None:
                 atexit.register(warn_if_never_started, weakref.ref(self))
             schedule = Schedule(handler=task._handler, period=period, offset=start, immediate=immediate, per_process=per_process)
@@ -7285,16 +7290,14 @@ class TinyQ:
         self._dead_hooks.append(hook_from(hook))
         return hook
 
-    def _scheduled_task(
-        self, fn: Any, name: str | None, promote: Promote | None, options: Mapping[str, Any], run_in: RunIn | None
-    ) -> Task[..., Any, Any]:
+    def _scheduled_task(self, fn: Any, options: Mapping[str, Any], own: Mapping[str, Any]) -> Task[..., Any, Any]:
         """The function as a task of its own, with a single start by default; a Task as it is, with its own options."""
         bare = fn._handler if isinstance(fn, Task) else make_handler(fn)
         if bare.signature is not None and bare.fewest > 0:
             raise TypeError(f"every(): {bare.name!r} needs arguments, and a schedule has none to give: use functools.partial")
         if not isinstance(fn, Task):
-            return self._register(fn, name, False, promote, {"retry": ONE_START, **options}, run_in)
-        if fn._q is not self or name is not None or promote is not None or run_in is not None or options:
+            return self._register(fn, {"retry": ONE_START, **options}, **own)
+        if fn._q is not self or options or any(value not in (None, []) for value in own.values()):
             raise TypeError(
                 f"every(): {fn!r} is a task already: set its name and options there, and use the TinyQ that it belongs to"
             )
@@ -7715,6 +7718,12 @@ class TinyQ:
     async def resume(self, queue: str) -> None:
         """Start jobs of this queue again. Idempotent. Raises StoreError."""
         await self._running().resume(text(queue, "queue"))
+
+
+def registration(name: str | None, aliases: object, promote: object, run_in: object) -> dict[str, Any]:
+    """What `task`, `every` and `cron` are told about the task itself, checked."""
+    choice(promote, "promote", None, True, False, "interrupted")
+    return {"name": name, "aliases": names_from(aliases), "promote": promote, "run_in": run_in}
 
 
 def hook_from(hook: Any) -> Handler:
