@@ -506,7 +506,8 @@ def as_retry(value: object) -> Retry:
 class Options(TypedDict, total=False):
     """The options of a job: on a task, on `task.options(...)`, or on `enqueue`; the nearest one wins, None is unset.
 
-    durable: commit the job to the database before returning. Default False: best-effort, in memory.
+    durable: commit the job to the database before returning. Default False: best-effort, in memory. Arguments of a durable job
+        arrive as the annotations of its handler say.
     queue: the bulkhead whose slots it uses. Default "default".
     priority: higher starts first within a queue. Default 0.
     delay, run_at: start in so many seconds / at an aware datetime. Default: now. Not both.
@@ -1294,6 +1295,10 @@ def any_bound(args: Iterable[Any]) -> list[Any]:
     return [] if UNBOUND.issuperset(map(type, args)) else [value for value in args if bound_to_request(type(value))]
 
 
+def unreadable(path: str, value: object, says: str) -> Misfit:
+    return Misfit(f"{path} (of type {type(value).__qualname__}) does not read as {says}")
+
+
 class Codec:
     """Two functions of (value, path, picks), and what they are for. Raises Misfit."""
 
@@ -1356,7 +1361,7 @@ def scalar(kind: type, write: Callable[[Any], Any], read: Callable[[Any], Any], 
                 return read(value)
         except Exception:  # an Enum may have a word of its own for it
             pass
-        raise Misfit(f"{path} (of type {type(value).__qualname__}) does not read as {says}")
+        raise unreadable(path, value, says)
 
     return Codec(says, encode, decode)
 
@@ -1429,46 +1434,33 @@ def enumeration(kind: Any) -> Codec:
     return scalar(kind, lambda member: member.name, kind.__getitem__, str)
 
 
-def collection(kind: Any, item: Codec) -> Codec:
-    """list, set, frozenset, or a tuple of any length."""
-    says, ordered = f"{kind.__name__}[{item.says}]", kind in (list, tuple)
+def collection(kind: Any, items: Sequence[Codec], fixed: bool = False) -> Codec:
+    """list, set, frozenset or tuple of one type; a fixed tuple has one for each place."""
+    says = f"{kind.__name__}[{', '.join(item.says for item in items)}]"
+    ordered = kind in (list, tuple)
+
+    def parts(value: Any, path: str) -> Iterable[tuple[Codec, Any, str]]:
+        for i, (part, item) in enumerate(zip(value, items if fixed else itertools.repeat(items[0]), strict=False)):
+            yield item, part, f"{path}[{i}]" if ordered else f"{path}{{…}}"
 
     def encode(value: Any, path: str, picks: Picks) -> Any:
-        if type(value) is not kind:
+        if type(value) is not kind or (fixed and len(value) != len(items)):
             raise unfit(path, value, says)
         if ordered:
-            return [item.encode(part, f"{path}[{i}]", picks) for i, part in enumerate(value)]
+            return [item.encode(part, where, picks) for item, part, where in parts(value, path)]
         written: list[tuple[str, Any, Picks]] = []
-        for part in value:
+        for item, part, where in parts(value, path):
             mine: Picks = []
-            plain = item.encode(part, f"{path}{{…}}", mine)
+            plain = item.encode(part, where, mine)
             written.append((encode_json(plain), plain, mine))
         written.sort(key=lambda each: each[0])  # the same set, the same payload
         picks.extend(pick for _, _, mine in written for pick in mine)
         return [plain for _, plain, _ in written]
 
     def decode(value: Any, path: str, picks: Picks) -> Any:
-        if type(value) is not list:
-            raise Misfit(f"{path} (of type {type(value).__qualname__}) does not read as {says}")
-        inner = (f"{path}[{i}]" if ordered else f"{path}{{…}}" for i in itertools.count())
-        return kind([item.decode(part, where, picks) for part, where in zip(value, inner, strict=False)])
-
-    return Codec(says, encode, decode)
-
-
-def fixed(items: Sequence[Codec]) -> Codec:
-    """A tuple with a type for each place."""
-    says = f"tuple[{', '.join(item.says for item in items)}]"
-
-    def encode(value: Any, path: str, picks: Picks) -> Any:
-        if type(value) is not tuple or len(value) != len(items):
-            raise unfit(path, value, says)
-        return [item.encode(part, f"{path}[{i}]", picks) for i, (item, part) in enumerate(zip(items, value, strict=True))]
-
-    def decode(value: Any, path: str, picks: Picks) -> Any:
-        if type(value) is not list or len(value) != len(items):
-            raise Misfit(f"{path} (of type {type(value).__qualname__}) does not read as {says}")
-        return tuple(item.decode(part, f"{path}[{i}]", picks) for i, (item, part) in enumerate(zip(items, value, strict=True)))
+        if type(value) is not list or (fixed and len(value) != len(items)):
+            raise unreadable(path, value, says)
+        return kind([item.decode(part, where, picks) for item, part, where in parts(value, path)])
 
     return Codec(says, encode, decode)
 
@@ -1499,7 +1491,7 @@ def mapping(key: Codec, item: Codec) -> Codec:
 
     def decode(value: Any, path: str, picks: Picks) -> Any:
         if type(value) is not dict:
-            raise Misfit(f"{path} (of type {type(value).__qualname__}) does not read as {says}")
+            raise unreadable(path, value, says)
         found = {}
         for text, part in value.items():
             name = read_key(text, f"a key of {path}")
@@ -1541,7 +1533,7 @@ class Fields(Record):
 
         def decode(value: Any, path: str, picks: Picks) -> Any:
             if type(value) is not dict:
-                raise Misfit(f"{path} (of type {type(value).__qualname__}) does not read as {says}")
+                raise unreadable(path, value, says)
             if self.changes:
                 picks.append((path, 0))
             self.check(value, path, says)
@@ -1607,7 +1599,7 @@ def union(members: Sequence[Codec]) -> Codec:
                     found = [found[-1]]
                     break
         if not found:
-            raise Misfit(f"{path} (of type {type(value).__qualname__}) does not read as {says}")
+            raise unreadable(path, value, says)
         picks.extend(found[0][1])
         return found[0][0]
 
@@ -1804,10 +1796,10 @@ class Annotations:
         args = typing_args(hint)
         if kind is tuple:
             if args[1:] == (...,) or hint is tuple:
-                return collection(tuple, self.sure(args[0] if args else Any, strict, names))
+                return collection(tuple, [self.sure(args[0] if args else Any, strict, names)])
             if any(isinstance(arg, TypeVarTuple) or "*" in str(arg) for arg in args):
                 return ANYTHING if strict else None
-            return fixed([self.sure(arg, strict, names) for arg in args])
+            return collection(tuple, [self.sure(arg, strict, names) for arg in args], fixed=True)
         if kind is dict:
             key, item = args or (Any, Any)
             if not strict and key in (str, Any) and self.of(item, False, names) is None:
@@ -1816,7 +1808,7 @@ class Annotations:
         item = args[0] if args else Any
         if kind is list and not strict and self.of(item, False, names) is None:
             return None
-        return collection(kind, self.sure(item, strict, names))
+        return collection(kind, [self.sure(item, strict, names)])
 
     def _class(self, hint: Any, kind: Any, strict: bool) -> Codec | None:
         if kind in EXACT:
