@@ -36,7 +36,7 @@ from uuid import UUID, uuid4
 import pydantic
 import pytest
 from clock import FakeClock
-from helpers import Open, edit, rows
+from helpers import Open, edit, eventually, rows
 from pydantic import BaseModel, Field, SecretStr
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
@@ -616,7 +616,8 @@ async def test_parked_arguments_are_run_once_a_version_comes_that_they_fit(
     async with asyncio.timeout(10):
         while rows(file, "reason") != [("parked",)]:
             await clock.advance(0.5)
-        assert "task 'send' does not take these arguments: order (of type str) does not read as UUID" in caplog.text
+        said = "task 'send' does not take these arguments: order (of type str) does not read as UUID"
+        await eventually(lambda: said in caplog.text, clock)
         assert "abc" not in caplog.text
 
         @q.task(name="send", replace=True)

@@ -38,7 +38,15 @@ def resize(path: str, *, width: int = 100) -> bytes:
     return path.encode() * width
 
 
-@tinyq.task(name="mail.report", queue="emails", timeout=30, retry=[30, 120, 600], promote="interrupted", replace=True)
+@tinyq.task(
+    name="mail.report",
+    aliases=["mail.old_report"],
+    queue="emails",
+    timeout=30,
+    retry=[30, 120, 600],
+    promote="interrupted",
+    replace=True,
+)
 async def report(day: datetime, *recipients: str, **headers: str) -> list[str]:
     return [*recipients, *headers]
 
