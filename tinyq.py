@@ -121,8 +121,9 @@ __all__ = [
     "Health", "Job", "JobCancelled", "JobError", "JobFailed", "JobNotFound", "KeyConflict", "NoResult", "NotStarted",
     "Options", "PayloadError", "PayloadTooLarge", "ProcessDied", "QueueFull", "Retry", "RetryAfter", "ScheduleStats",
     "ShuttingDown", "Snooze", "State", "Stats", "StoreBusy", "StoreError", "Task", "TinyQ", "TinyQError", "UnknownTask",
-    "configure", "current_job", "dead", "drain", "enqueue", "enqueue_many", "every", "get", "health", "lifespan", "on_dead",
-    "pause", "purge", "quiesce", "requeue", "resume", "run", "spawn", "start", "stats", "stop", "task", "wake",
+    "configure", "current_job", "dead", "drain", "enqueue", "enqueue_many", "enqueue_sync", "every", "get", "health",
+    "lifespan", "on_dead", "pause", "purge", "quiesce", "requeue", "resume", "run", "spawn", "start", "stats", "stop",
+    "task", "wake",
 ]  # fmt: skip
 
 log = logging.getLogger("tinyq")
@@ -161,7 +162,8 @@ class TinyQError(Exception):
 
 
 class NotStarted(TinyQError, RuntimeError):
-    """Work was handed to a TinyQ that has not been started, or that runs in another event loop."""
+    """Work was handed to a TinyQ that has not been started, or that runs in another event loop; or `enqueue_sync` was called in
+    an event loop, which it would block."""
 
 
 class AlreadyStarted(TinyQError, RuntimeError):
@@ -503,6 +505,13 @@ def as_retry(value: object) -> Retry:
     raise TypeError(f"retry is {value!r}: give tinyq.Retry(...), a list of delays in seconds, or False")
 
 
+class HasTransactions(Protocol):
+    """SQLAlchemy's Session, Connection, AsyncSession and AsyncConnection, for type checkers that may not find it."""
+
+    @property
+    def begin_nested(self) -> Callable[..., Any]: ...
+
+
 class Options(TypedDict, total=False):
     """The options of a job: on a task, on `task.options(...)`, or on `enqueue`; the nearest one wins, None is unset.
 
@@ -519,8 +528,9 @@ class Options(TypedDict, total=False):
     result_ttl, failure_ttl: seconds that a result / a dead or cancelled job is kept. Defaults 0 and 7 days.
     on_lost: what becomes of a durable job whose worker died while it ran: "retry" (default), as long as attempts are left, or
         "dead" at once, without another start, for a handler that must not run twice on its own.
-    tx: your own open sqlite3 or aiosqlite connection to the same file: the job is written in its transaction, and exists if and
-        only if you commit that. Durable by itself. For one call of `enqueue`, not for a task.
+    tx: your own open sqlite3 or aiosqlite connection to the same file, or SQLAlchemy's Session, Connection, AsyncSession or
+        AsyncConnection on it: the job is written in its transaction, and exists if and only if you commit that. Durable by
+        itself. For one call of `enqueue`, not for a task.
     """
 
     durable: bool | None
@@ -536,7 +546,7 @@ class Options(TypedDict, total=False):
     result_ttl: float | timedelta | None
     failure_ttl: float | timedelta | None
     on_lost: OnLost | None
-    tx: sqlite3.Connection | aiosqlite.Connection | None
+    tx: sqlite3.Connection | aiosqlite.Connection | HasTransactions | None
 
 
 # ── 4. Vocabulary: counts ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -2025,11 +2035,25 @@ def choice(value: object, name: str, *allowed: object) -> Any:
     return value
 
 
+DRIVERS: Final = (("sqlite3", "Connection"), ("aiosqlite", "Connection"))
+SQLALCHEMY: Final = (("sqlalchemy.orm", "Session"), ("sqlalchemy.engine", "Connection"))
+ASYNC_SQLALCHEMY: Final = (("sqlalchemy.ext.asyncio", "AsyncSession"), ("sqlalchemy.ext.asyncio", "AsyncConnection"))
+SCOPED: Final = (("sqlalchemy.orm", "scoped_session"), ("sqlalchemy.ext.asyncio", "async_scoped_session"))
+
+
+def is_a(value: object, *classes: tuple[str, str]) -> bool:
+    """Whether it is of one of these classes; whoever has such an object has imported its module."""
+    return any(isinstance(value, getattr(sys.modules.get(module), name, ())) for module, name in classes)
+
+
 def connection(value: object, name: str) -> Any:
-    for module in ("sqlite3", "aiosqlite"):  # whoever has such a connection has imported its module
-        if module in sys.modules and isinstance(value, sys.modules[module].Connection):
-            return value
-    raise TypeError(f"{name} is {value!r}: give a sqlite3.Connection or an aiosqlite.Connection")
+    found = cast(Any, value)() if is_a(value, *SCOPED) else value
+    if is_a(found, *DRIVERS, *SQLALCHEMY, *ASYNC_SQLALCHEMY):
+        return found
+    raise TypeError(
+        f"{name} is {value!r}: give a sqlite3.Connection, an aiosqlite.Connection, or SQLAlchemy's Session, Connection, "
+        "AsyncSession or AsyncConnection"
+    )
 
 
 def expiry(value: object, name: str) -> float | datetime:
@@ -3471,8 +3495,15 @@ def connection_class() -> type[sqlite3.Connection]:
     return Connection
 
 
+_guarded: Final[list[bool]] = []
+
+
 def guard_forks() -> None:
     """A fork waits until no connection of ours is in the middle of something, and so inherits no transaction and no mutex."""
+    with _opening:  # two threads may come at the same time, and a fork that took its locks twice would wait for itself
+        if _guarded:
+            return
+        _guarded.append(True)
     held: list[threading.Lock] = []
 
     def wait() -> None:
@@ -3790,14 +3821,61 @@ async def in_its_thread(tx: aiosqlite.Connection, call: Callable[[sqlite3.Connec
 
 
 def require_same_file(db: sqlite3.Connection, path: str, identity: tuple[int, int] | None) -> None:
-    if file_identity(path) != identity:
+    if identity is not None and file_identity(path) != identity:
         raise StoreError(f"{path} was deleted or replaced while it was open: put it back, or restart to make a new one")
     [main] = [file for _, name, file in db.execute("PRAGMA database_list") if name == "main"]
-    if not main or file_identity(main) != identity:
+    if not main or identity is None or file_identity(main) != identity:
         raise ValueError(
             f"tx is a connection to {main or 'a database in memory'}, and the jobs are in {path}: give a connection to "
             "that file, or leave tx out and enqueue after your commit"
         )
+
+
+def driver_connection(tx: Any) -> Any:
+    """The driver's connection behind SQLAlchemy's Session or Connection, in a transaction that its commit will commit."""
+    of_session = is_a(tx, SQLALCHEMY[0])
+    dialect = (tx.get_bind() if of_session else tx).dialect
+    if dialect.name != "sqlite":
+        raise ValueError(
+            f"tx is a {type(tx).__name__} on {dialect.name}, and the jobs are in an SQLite file: leave tx out and enqueue after "
+            "your commit"
+        )
+    connection = tx.connection() if of_session else tx
+    if not connection.in_transaction():
+        connection.begin()  # as its first statement would have done: else its commit would have nothing to commit
+    found = connection.connection.driver_connection
+    if not is_a(found, *DRIVERS):
+        raise ValueError(f"tx is a {type(tx).__name__} over {found!r}: the driver must be sqlite3 or aiosqlite")
+    return found
+
+
+@contextlib.contextmanager
+def sqlalchemy_errors(tx: object, path: str) -> Iterator[None]:
+    """What a caller sees of an error of SQLAlchemy on his own session."""
+    try:
+        yield
+    except Exception as error:
+        if not is_a(error, ("sqlalchemy.exc", "SQLAlchemyError")):
+            raise
+        original = getattr(error, "orig", None)
+        if is_a(original, ("sqlite3", "Error")):
+            raise tx_error(cast(Exception, original), path) from error
+        ways = {
+            "UnboundExecutionError": "pass tx=session.connection(bind_arguments={'mapper': …}), which says where",
+            "MissingGreenlet": "pass the AsyncSession or AsyncConnection itself",
+            "AsyncContextNotStarted": "await it first",
+        }
+        way = ways.get(type(error).__name__, "enqueue while its transaction is open")
+        what = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(f"tx is a {type(tx).__name__} that cannot be used: {what}. Way out: {way}") from error
+
+
+async def driver_of(tx: Any, path: str) -> Any:
+    """tx itself, or the driver's connection behind it."""
+    with sqlalchemy_errors(tx, path):
+        if is_a(tx, *ASYNC_SQLALCHEMY):
+            return await tx.run_sync(driver_connection)
+        return driver_connection(tx) if is_a(tx, *SQLALCHEMY) else tx
 
 
 def may_begin(db: sqlite3.Connection) -> bool:
@@ -3806,31 +3884,45 @@ def may_begin(db: sqlite3.Connection) -> bool:
 
 
 def insert_within(
-    tx: sqlite3.Connection, path: str, identity: tuple[int, int] | None, namespace: str, rows: Sequence[JobRow], now: int
+    tx: sqlite3.Connection,
+    path: str,
+    identity: tuple[int, int] | None,
+    namespace: str,
+    rows: Sequence[JobRow],
+    now: int,
+    migrating: bool = False,
 ) -> list[Inserted]:
-    """Insert all rows or none through the caller's connection, and leave its transaction open."""
+    """Insert all rows or none through the caller's connection, and leave its transaction open. `migrating`: no engine has opened
+    this file here, so that the tables, too, may have to be made, in the same transaction."""
     text_factory, tx.text_factory = tx.text_factory, str
     db = cast("sqlite3.Connection", Plain(tx))
+
+    def insert() -> list[Inserted]:
+        if migrating and schema_version(db, path) < len(MIGRATIONS):
+            migrate(db, path)
+        return insert_rows(db, namespace, rows, now)
+
     try:
         require_same_file(db, path, identity)
-        return insert_in_savepoint(tx, db, namespace, rows, now)
+        return in_savepoint(tx, db, insert)
     finally:
         tx.text_factory = text_factory
 
 
-def insert_in_savepoint(
-    tx: sqlite3.Connection, db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow], now: int
-) -> list[Inserted]:
+def in_savepoint(tx: sqlite3.Connection, db: sqlite3.Connection, work: Callable[[], T]) -> T:
     begun = not tx.in_transaction
     if begun and not may_begin(tx):
-        raise ValueError("tx has no open transaction, so the job could not depend on your commit: execute BEGIN on it first")
+        raise ValueError(
+            "tx has no open transaction, so the job could not depend on your commit: execute BEGIN on it first (with SQLAlchemy: "
+            "use no AUTOCOMMIT)"
+        )
     try:
         if begun:  # at once for writing: one that reads first is refused if somebody wrote between its read and its write
             db.execute("BEGIN EXCLUSIVE" if tx.isolation_level == "EXCLUSIVE" else "BEGIN IMMEDIATE")
         db.execute("SAVEPOINT tinyq")
-        inserted = insert_rows(db, namespace, rows, now)
+        answer = work()
         db.execute("RELEASE tinyq")
-        return inserted
+        return answer
     except BaseException:
         if tx.in_transaction and begun:
             db.execute("ROLLBACK")
@@ -4053,6 +4145,7 @@ class SQLiteStore:
             return insert_within(db, self.path, self._identity, self._namespace, rows, now)
 
         try:
+            tx = await driver_of(tx, self.path)
             return insert(tx) if isinstance(tx, sqlite3.Connection) else await in_its_thread(tx, insert)
         except sqlite3.Error as error:
             raise tx_error(error, self.path) from error
@@ -4267,6 +4360,12 @@ STUCK: Final = 10  # leases for which a loop that does not turn keeps its jobs
 PULSE_PATIENCE: Final = 0.25  # seconds that the thread waits for the write lock at a time: it has more to do
 
 
+def knock(bell: socket.socket, ports: Iterable[int]) -> None:
+    for port in ports:
+        with contextlib.suppress(OSError):  # BlockingIOError, if nobody empties a full door: he has enough to look at
+            bell.sendto(b"\0", ("127.0.0.1", port))
+
+
 class Beat:
     """Whether the event loop turns. It is asked from other threads, and answers with its next turn."""
 
@@ -4382,11 +4481,8 @@ class Pulse:
             log.debug("not everybody was rung: %s", error_text(error))
 
     def _send(self, ports: Iterable[int]) -> None:
-        if self._socket is None:
-            return
-        for port in ports:
-            with contextlib.suppress(OSError):  # BlockingIOError, if nobody empties a full door: he has enough to look at
-                self._socket.sendto(b"\0", ("127.0.0.1", port))
+        if self._socket is not None:
+            knock(self._socket, ports)
 
     def _rung(self, bell: socket.socket) -> None:
         """However often it rang: one look. What the datagrams say does not matter."""
@@ -4514,6 +4610,61 @@ class Pulse:
 
 # ── 20. SQLite store: without an event loop ───────────────────────────────────────────────────────────────────────────
 # Jobs enqueued from threads and scripts in which no engine runs: straight into the file.
+
+
+def insert_here(path: str, config: Config, rows: Sequence[JobRow], now: int) -> list[Inserted]:
+    """Insert rows in a transaction of their own, and wake the workers. The connection is opened and closed with each call: that
+    costs about a millisecond, and so there is none to be shared by threads, inherited by forks, or left behind."""
+    import sqlite3
+
+    deadline = time.monotonic() + PATIENCE
+    db: Any = None
+    try:
+        db = sqlite3.connect(path, isolation_level=None, timeout=0, factory=connection_class())
+        with db.busy:
+            prepare(db, path, config.synchronous)
+            db.execute("PRAGMA wal_autocheckpoint = 1000")  # there may be no worker yet that writes the log back
+
+        def once() -> list[Inserted]:
+            with db.busy:  # a fork need not wait as long as this waits for the lock
+                return committed(db, lambda: insert_rows(db, config.namespace, rows, now), 0.0)
+
+        inserted = patiently(once, deadline)
+        if any(answer.verdict in ("created", "replaced") and answer.row.run_at <= now for answer in inserted):
+            ring_all(db, config, now)
+        return inserted
+    except Exception as error:
+        raise store_error(error, path) from (None if isinstance(error, TinyQError) else error)
+    finally:
+        if db is not None:
+            db.close()
+
+
+def ring_all(db: Any, config: Config, now: int) -> None:
+    """What `Pulse.ring` does, for those who have no pulse."""
+    try:
+        with db.busy:
+            alive = (config.namespace, "", now - STUCK * round(config.lease * 1e6))
+            ports = [port for (port,) in db.execute(PORTS, alive)]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bell:
+            bell.setblocking(False)
+            knock(bell, ports)
+    except Exception as error:  # the job is stored: whoever was not rung finds it with his next tick
+        log.debug("not everybody was rung: %s", error_text(error))
+
+
+def insert_here_within(tx: Any, path: str, config: Config, rows: Sequence[JobRow], now: int) -> list[Inserted]:
+    """Insert rows in the caller's transaction, in the caller's thread."""
+    import sqlite3
+
+    with sqlalchemy_errors(tx, path):
+        found = driver_connection(tx) if is_a(tx, *SQLALCHEMY) else tx
+    if not isinstance(found, sqlite3.Connection):
+        raise TypeError(f"tx is {tx!r}, which only an event loop can use: write `await enqueue(…, tx=…)` there")
+    try:
+        return insert_within(found, path, file_identity(path), config.namespace, rows, now, migrating=True)
+    except sqlite3.Error as error:
+        raise tx_error(error, path) from error
 
 
 # ── 21. Running one job: its place and its thread ─────────────────────────────────────────────────────────────────────
@@ -5920,6 +6071,7 @@ PER_JOB: Final = {"key", "run_at", "delay", "expires", "tx"}  # options with har
 WAIT_FOR_ROOM: Final = 5.0  # seconds that an enqueue waits while max_pending jobs do
 HOOK_TIME: Final = 30.0  # seconds that an on_dead hook may take
 HOOKS: Final = 10  # on_dead hooks that run at once; the others wait
+NEEDS_DATABASE: Final = "durable=True needs a database: give db='jobs.db' to lifespan(), configure() or TinyQ(), or set TINYQ_DB"
 
 
 class Intake:
@@ -6105,9 +6257,7 @@ class Intake:
 
         if importlib.util.find_spec("aiosqlite") is None:
             raise ImportError("durable=True needs aiosqlite (pip install aiosqlite), and a database: TinyQ(db='jobs.db')")
-        raise ConfigurationError(
-            "durable=True needs a database: give db='jobs.db' to lifespan(), configure() or TinyQ(), or set TINYQ_DB"
-        )
+        raise ConfigurationError(NEEDS_DATABASE)
 
     async def _admit(self, count: int) -> None:
         """Wait for room among the pending best-effort jobs: at most 5 s, and not inside a job, which may be in the way itself."""
@@ -6266,6 +6416,75 @@ async def contained(coro: Coroutine[Any, Any, T]) -> T:
         return await coro
     except (SystemExit, KeyboardInterrupt) as error:
         raise JobFailed(type(error).__qualname__, str(error)) from error
+
+
+class Outpost(Intake):
+    """Makes rows where no engine runs. Of an Intake it is what needs no event loop, for the length of one call."""
+
+    def __init__(self, config: Config, handlers: Mapping[str, Handler], path: str | None) -> None:
+        self.config, self.clock, self.handlers = config, config.clock, handlers
+        self.path = path or (os.path.abspath(config.db) if config.db is not None else "")
+        self.mark = object()
+        self._resolved = {}
+
+    def settings(self, handler: Handler | None) -> Settings:
+        return resolve(self.config, handler, {})  # not kept: before the start the configuration may still change
+
+    def learn(self, handler: Handler) -> None:
+        """Nothing is claimed here."""
+
+    def require_durable(self) -> Any:
+        if not self.path:
+            raise ConfigurationError(NEEDS_DATABASE)
+
+    def insert_now(self, row: JobRow, tx: Any) -> Inserted:
+        if not row.durable:
+            raise NotStarted(
+                f"task {row.task!r}: no tinyq runs in this process that could run a best-effort job: use durable=True, for a "
+                "worker to run it, or start this TinyQ in the application's lifespan"
+            )
+        now = self.clock.time()
+        if tx is None:
+            [answer] = insert_here(self.path, self.config, [row], now)
+        else:
+            [answer] = insert_here_within(tx, self.path, self.config, [row], now)
+        return answer
+
+
+def from_thread(loop: asyncio.AbstractEventLoop, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """What a coroutine answers that runs in another thread's event loop, in the context of this one. If that loop is stuck, it is
+    waited for at most 10 s; once the coroutine has begun, for as long as that takes."""
+    import concurrent.futures
+
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    context = contextvars.copy_context()
+
+    async def carry() -> None:
+        try:
+            future.set_result(await make())
+        except asyncio.CancelledError:
+            future.set_exception(ShuttingDown("the event loop of this TinyQ went down meanwhile: the job may have been stored"))
+        except BaseException as error:
+            future.set_exception(error)
+
+    def begin() -> None:
+        if future.set_running_or_notify_cancel():
+            tasks.append(loop.create_task(carry(), context=context))
+
+    tasks: list[asyncio.Task[None]] = []  # a loop keeps no hold on its tasks
+    try:
+        loop.call_soon_threadsafe(begin)
+    except RuntimeError:
+        raise ShuttingDown("the event loop of this TinyQ was closed at this moment: nothing was stored") from None
+    try:
+        while not concurrent.futures.wait([future], PATIENCE).done:
+            if future.cancel():
+                raise TimeoutError(f"the event loop of this TinyQ has not turned for {PATIENCE:g} s: nothing was stored")
+            if not loop.is_running():
+                raise ShuttingDown("the event loop of this TinyQ ended meanwhile: the job may have been stored")
+        return future.result()
+    finally:
+        future.cancel()  # if this thread was interrupted
 
 
 # ── 30. Engine: asking about jobs ─────────────────────────────────────────────────────────────────────────────────────
@@ -7033,6 +7252,45 @@ class Job(Generic[R_co]):
         return bool(await self._engine.promote([row]))
 
 
+class Receipt(Job[R_co]):
+    """The handle of a job that was enqueued without an engine. What needs one takes that of its TinyQ, once there is one."""
+
+    def __init__(self, q: TinyQ, row: JobRow, created: bool) -> None:
+        super().__init__(cast(Engine, None), row, created)
+        self._q = q
+
+    async def _attach(self) -> None:
+        """Find the job as the engine that runs now knows it."""
+        engine = self._q._engine
+        if engine is None or engine.phase == "stopped" or engine.loop is not asyncio.get_running_loop():
+            raise NotStarted(
+                f"job {self.id} was enqueued where no tinyq runs: start this TinyQ in an event loop, where `await q.get(id)` "
+                "finds it by its id"
+            )
+        if engine is not self._engine:
+            self._engine = engine
+            found = await engine.get(self._row.id)
+            if found is None:
+                engine._within.add(self._row)
+            self._row = found or self._row
+
+    async def result(self, timeout: float | timedelta | None = None) -> R_co:
+        await self._attach()
+        return await super().result(timeout)
+
+    async def exists(self) -> bool:
+        await self._attach()
+        return await super().exists()
+
+    async def cancel(self) -> bool:
+        await self._attach()
+        return await super().cancel()
+
+    async def promote(self) -> bool:
+        await self._attach()
+        return await super().promote()
+
+
 # ── 34. Tasks ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 # What a decorated function becomes: callable as before, and able to enqueue itself with its own typed signature.
 
@@ -7066,6 +7324,13 @@ class Task(Generic[P, C_co, R_co]):
         begun = self._q._begin(self._handler, self._handler.name, args, kwargs, {})
         return begun if isinstance(begun, Job) else await self._q._insert(begun, None)
 
+    def enqueue_sync(self, *args: P.args, **kwargs: P.kwargs) -> Job[R_co]:
+        """The same from a thread in which no event loop runs; see `TinyQ.enqueue_sync`."""
+        loop = self._q._loop_elsewhere()
+        if loop is not None:
+            return from_thread(loop, functools.partial(self.enqueue, *args, **kwargs))
+        return self._q._insert_here(self._handler, self._handler.name, args, kwargs, {})
+
     def options(self, **options: Unpack[Options]) -> Call[P, R_co]:
         """The task with other options: `await send.options(delay=60).enqueue(…)`."""
         return Call(self._q, self._handler, check_options(options, f"{self.name}.options()"))
@@ -7090,6 +7355,13 @@ class Call(Generic[P, R_co]):
         """Enqueue a call; all arguments go to the handler."""
         begun = self._q._begin(self._handler, self._handler.name, args, kwargs, self._options)
         return begun if isinstance(begun, Job) else await self._q._insert(begun, self._options.get("tx"))
+
+    def enqueue_sync(self, *args: P.args, **kwargs: P.kwargs) -> Job[R_co]:
+        """The same from a thread in which no event loop runs; see `TinyQ.enqueue_sync`."""
+        loop = None if "tx" in self._options else self._q._loop_elsewhere()
+        if loop is not None:
+            return from_thread(loop, functools.partial(self.enqueue, *args, **kwargs))
+        return self._q._insert_here(self._handler, self._handler.name, args, kwargs, self._options)
 
 
 class Decorator(Protocol):
@@ -7343,6 +7615,16 @@ class TinyQ:
     async def _enqueue(self, fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Job[Any]:
         """With options, or keywords for the handler, or both."""
         given = dict(kwargs)
+        found, name, checked = self._sort(fn, kwargs)
+        begun = self._begin(found, name, args, kwargs, checked)
+        if isinstance(begun, Job):
+            return begun
+        if begun.durable and begun.settings is not None and begun.settings.plain and not kwargs and not checked.keys() & PER_JOB:
+            self._remember(fn, given, begun)
+        return await self._insert(begun, checked.get("tx"))
+
+    def _sort(self, fn: Any, kwargs: dict[str, Any]) -> tuple[Handler | None, str, dict[str, Any]]:
+        """The handler and its name, and the options, checked, which are taken out of the keywords."""
         options = {name: kwargs.pop(name) for name in list(kwargs) if name in CHECKS}
         found, name = self._find(fn, bool(options.get("durable")) or options.get("tx") is not None)
         if options and found is not None and found.signature is not None:
@@ -7352,13 +7634,59 @@ class TinyQ:
                         f"{option!r} is both an option and a parameter of task {name!r}: "
                         f"write task.options({option}=…).enqueue(…) for the option, task.enqueue({option}=…) for the parameter"
                     )
-        checked = check_options(options, f"enqueue({name})") if options else {}
-        begun = self._begin(found, name, args, kwargs, checked)
-        if isinstance(begun, Job):
-            return begun
-        if begun.durable and begun.settings is not None and begun.settings.plain and not kwargs and not checked.keys() & PER_JOB:
-            self._remember(fn, given, begun)
-        return await self._insert(begun, options.get("tx"))
+        return found, name, check_options(options, f"enqueue({name})") if options else {}
+
+    @overload
+    def enqueue_sync(self, fn: str, /, *args: Any, **kwargs: Any) -> Job[Any]: ...
+    @overload
+    def enqueue_sync(self, fn: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs) -> Job[R]: ...
+    @overload
+    def enqueue_sync(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Job[R]: ...
+    @overload
+    def enqueue_sync(self, fn: Callable[[*Ts], Awaitable[R]], /, *args: *Ts, **options: Unpack[Options]) -> Job[R]: ...
+    @overload
+    def enqueue_sync(self, fn: Callable[[*Ts], R], /, *args: *Ts, **options: Unpack[Options]) -> Job[R]: ...
+    def enqueue_sync(self, fn: Any, /, *args: Any, **kwargs: Any) -> Job[Any]:  # type: ignore[misc]
+        """`enqueue` from a thread in which no event loop runs: a `def` route, a plain handler, a script.
+
+        If this TinyQ runs in another thread, the job goes through its event loop, with this thread's context. Else a durable job
+        is written to the database right here (for which aiosqlite is not needed) and workers in other processes are woken; its
+        handle can tell its id, and its `result` and `cancel` need this TinyQ to be started. With `tx` (a sqlite3.Connection, or
+        SQLAlchemy's Session or Connection, of this thread) it is written through that, whatever runs.
+
+        Raises as `enqueue`. NotStarted, too, in a thread whose event loop it would block (with `tx` it may be called there), and
+        for a best-effort job when no engine runs; TimeoutError if that engine's event loop has not turned for 10 s.
+        """
+        loop = self._loop_elsewhere() if kwargs.get("tx") is None else None
+        if loop is not None:
+            return from_thread(loop, functools.partial(self.enqueue, fn, *args, **kwargs))
+        found, name, options = self._sort(fn, kwargs)
+        return self._insert_here(found, name, args, kwargs, options)
+
+    def _loop_elsewhere(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop in which this TinyQ runs, if it does; NotStarted in the thread of any event loop."""
+        if asyncio._get_running_loop() is not None:
+            raise NotStarted(
+                "enqueue_sync() would block the event loop that runs in this thread, so nothing was stored: write `await "
+                "enqueue(…)`, or call it in another thread, such as by asyncio.to_thread(q.enqueue_sync, …)"
+            )
+        engine = self._engine
+        return engine.loop if engine is not None and engine.phase != "stopped" and engine.loop.is_running() else None
+
+    def _insert_here(
+        self, handler: Handler | None, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Job[Any]:
+        """In this thread, without an event loop."""
+        engine = self._engine
+        if engine is not None and not engine.loop.is_closed():
+            store = engine.durable_store
+            outpost = Outpost(engine.config, self._handlers, store.path if store else None)
+        else:
+            outpost = Outpost(configure_from({**self._environment(), **self._given}), self._handlers, None)
+        of_row = {option: value for option, value in options.items() if option != "tx"}
+        row = self._make_row(outpost, handler, name, args, kwargs, of_row)
+        answer = outpost.insert_now(row, options.get("tx"))
+        return Receipt(self, answer.row, answer.verdict == "created")
 
     def _remember(self, fn: Any, given: Mapping[str, Any], row: JobRow) -> None:
         lane = lane_of(cast(Engine, self._engine).config.namespace, row.queue, row.task)
@@ -7464,7 +7792,7 @@ class TinyQ:
 
     def _make_row(
         self,
-        engine: Engine,
+        engine: Intake,
         handler: Handler | None,
         name: str,
         args: Sequence[Any],
@@ -7780,6 +8108,7 @@ task = _default.task
 every = _default.every
 enqueue = _default.enqueue
 enqueue_many = _default.enqueue_many
+enqueue_sync = _default.enqueue_sync
 spawn = _default.spawn
 start = _default.start
 stop = _default.stop

@@ -27,6 +27,7 @@ VALUES = {"State", "Retry", "Options", "Task", "TinyQ", "Job", "CurrentJob", "Co
 VERBS = {
     "task", "every", "enqueue", "enqueue_many", "spawn", "start", "stop", "quiesce", "drain", "run", "lifespan", "get", "stats",
     "requeue", "dead", "purge", "pause", "resume", "on_dead", "health", "wake",
+    "enqueue_sync",
 }  # fmt: skip
 
 
