@@ -3937,7 +3937,7 @@ def tx_error(error: Exception, path: str) -> Exception:
     """What a caller sees of an error of the driver on his own connection."""
     if type(error).__name__ == "ProgrammingError":
         thread = "thread" in str(error)
-        way = "make it in the event loop's thread, or with check_same_thread=False" if thread else "enqueue before you close it"
+        way = "make it in the thread that enqueues, or with check_same_thread=False" if thread else "enqueue before you close it"
         return ValueError(f"tx cannot be used: {error} Way out: {way}")
     if getattr(error, "sqlite_errorcode", 0) == 517:  # SQLITE_BUSY_SNAPSHOT
         return StoreBusy(

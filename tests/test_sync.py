@@ -199,6 +199,21 @@ async def test_an_event_loop_that_is_stuck_is_waited_for_a_bounded_time(q: TinyQ
     assert ran == [2]
 
 
+async def test_ones_own_open_transaction_is_named_as_what_may_be_in_the_way(
+    open_file: Open, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = await open_file(worker=False)
+    monkeypatch.setattr(tinyq, "PATIENCE", 0.1)
+
+    def caller() -> None:
+        with closing(sqlite3.connect(file, isolation_level=None)) as own:
+            own.execute("BEGIN IMMEDIATE")
+            with pytest.raises(StoreBusy, match="if it is your own, commit before you enqueue, or pass it as tx"):
+                q.enqueue_sync("add", 1, durable=True)
+
+    await in_thread(caller)
+
+
 async def test_a_tinyq_that_is_stopping_takes_nothing_from_threads(open_file: Open, clock: FakeClock) -> None:
     q = await open_file()
     task, gate = q.task(name="add")(add), threading.Event()

@@ -11,6 +11,8 @@ from typing import Any
 
 from clock import FakeClock
 from fastapi import FastAPI
+from sqlalchemy import Engine
+from sqlalchemy.orm import Session, sessionmaker
 
 import tinyq
 
@@ -184,6 +186,19 @@ async def a_function_is_enqueued_with_wrong_options() -> None:
     await q.enqueue(own, "7", durabel=True)  # error
     await q.enqueue(own, "7", delay="5")  # error
     await tinyq.enqueue(send, "7", copies=2, durable=True)  # error
+
+
+def a_thread_enqueues_with_wrong_arguments_and_options(engine: Engine, factory: sessionmaker[Session]) -> None:
+    tinyq.enqueue_sync(send, 7)  # error
+    tinyq.enqueue_sync(send, "7", 2, 3, durable=True)  # error
+    tinyq.enqueue_sync(send, "7", durabel=True)  # error
+    tinyq.enqueue_sync(send, "7", delay="5")  # error
+    tinyq.enqueue_sync(send, "7", tx=engine)  # error
+    tinyq.enqueue_sync(send, "7", tx=factory)  # error
+    q.enqueue_sync(7)  # error
+    send.enqueue_sync(7)  # error
+    send.enqueue_sync("7", durable=True)  # error
+    resize.options(durable=True).enqueue_sync("a.png", 3)  # error
 
 
 async def what_is_enqueued_cannot_be_called() -> None:

@@ -15,6 +15,9 @@ from typing import Any, Never, Unpack, assert_type
 import aiosqlite
 from clock import FakeClock
 from fastapi import BackgroundTasks, Depends, FastAPI
+from sqlalchemy import Connection
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+from sqlalchemy.orm import Session, scoped_session
 from starlette.applications import Starlette
 
 import tinyq
@@ -196,6 +199,27 @@ async def in_ones_own_transaction(plain: sqlite3.Connection, through_a_thread: a
     assert_type(await q.enqueue("by.name", 7, tx=through_a_thread), tinyq.Job[Any])
     await q.enqueue_many([(own, ("7",))], tx=plain)
     await q.enqueue_many([(own, ("7",))], tx=None)
+
+
+async def in_the_transaction_of_sqlalchemy(
+    session: AsyncSession, connection: AsyncConnection, scoped: async_scoped_session[AsyncSession]
+) -> None:
+    assert_type(await tinyq.enqueue(send, "7", tx=session), tinyq.Job[int])
+    assert_type(await send.options(tx=connection).enqueue("7", copies=2), tinyq.Job[int])
+    await q.enqueue_many([(own, ("7",))], tx=scoped)
+
+
+def from_a_thread(session: Session, connection: Connection, scoped: scoped_session[Session], plain: sqlite3.Connection) -> None:
+    assert_type(tinyq.enqueue_sync(send, "7", copies=2), tinyq.Job[int])
+    assert_type(tinyq.enqueue_sync(resize, "a.png", width=3), tinyq.Job[bytes])
+    assert_type(tinyq.enqueue_sync(send, "7", durable=True, delay=5), tinyq.Job[int])
+    assert_type(q.enqueue_sync("mail.report", 7, subject="hello", durable=True), tinyq.Job[Any])
+    assert_type(send.enqueue_sync("7", copies=2), tinyq.Job[int])
+    assert_type(resize.options(durable=True).enqueue_sync("a.png", width=3), tinyq.Job[bytes])
+    q.enqueue_sync(own, "7", tx=session)
+    q.enqueue_sync(own, "7", tx=connection)
+    q.enqueue_sync(own, "7", tx=scoped)
+    q.enqueue_sync(own, "7", tx=plain)
 
 
 # What is no task: best-effort jobs of any callable
