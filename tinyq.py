@@ -114,6 +114,14 @@ if TYPE_CHECKING:
 
     import aiosqlite
 
+_program: Final = __name__ == "__main__"
+if __name__ in ("__main__", "__mp_main__"):  # run with -m or as a script, or by multiprocessing in a child of such a process
+    _spec = globals()["__spec__"]
+    __name__ = _spec.name if _spec else os.path.splitext(os.path.basename(__file__))[0]
+    if _program and __name__ in sys.modules:  # its package has imported it: that one is what the application uses
+        sys.exit(sys.modules[__name__].main())
+    sys.modules.setdefault(__name__, sys.modules["__main__" if _program else "__mp_main__"])  # else an import makes a second copy
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -858,12 +866,17 @@ class Room(NamedTuple):
     fragile: int
     tasks: Mapping[str, bool]
     paused: frozenset[str] = frozenset()
+    serves: frozenset[str] | None = None  # no other queues than these
+
+    def wants(self, queue: str, task: str) -> bool:
+        """Whether jobs of this queue and task are run here, if there is room."""
+        return task in self.tasks and queue not in self.paused and (self.serves is None or queue in self.serves)
 
     def free(self, queue: str, task: str) -> int:
         """How many jobs of this queue and task could start now."""
-        in_thread = self.tasks.get(task)
-        if in_thread is None or queue in self.paused:
+        if not self.wants(queue, task):
             return 0
+        in_thread = self.tasks[task]
         slots = self.named.get(queue, self.shared)
         return min(slots, self.threads) if in_thread else slots
 
@@ -2165,7 +2178,8 @@ class Configuration(TypedDict, total=False):
         process, but a power cut may take the last ones along.
     promote: at shutdown, store best-effort jobs that were not started, if there is a database. Default True; "interrupted" also
         stores those that had to be cancelled.
-    worker: False to claim no durable jobs and fire no shared schedules in this process. Default True.
+    worker: False to claim no durable jobs and fire no shared schedules in this process. Default: what TINYQ_WORKER says (0 or
+        1), else True.
     namespace: services that share a file but not their jobs have different ones. Default "default".
     worker_name: how this process is called in rows and logs; made unique anyway. Default: the host's name.
     on_dead: called with the Job of each job that has died here, or with a worker whose lease ended; see `TinyQ.on_dead`.
@@ -2212,6 +2226,7 @@ class Config(Value):
     on_dead: DeadHook | None
     clock: Clock
     defaults: Mapping[str, Any]  # of job options
+    serves: frozenset[str] | None = None  # the queues whose durable jobs are claimed here; None: all
 
 
 def configure_from(given: Mapping[str, Any]) -> Config:
@@ -2272,21 +2287,44 @@ def database_path(db: object) -> str | None:
     return path
 
 
+def role_from_environment() -> dict[str, Any]:
+    """TINYQ_WORKER (0 or 1), for every TinyQ: it is the process that is a worker or not."""
+    worker = os.environ.get("TINYQ_WORKER")
+    if not worker:
+        return {}
+    if worker.lower() not in ("0", "1", "false", "true", "no", "yes"):
+        raise ConfigurationError(f"TINYQ_WORKER is {worker!r}: set it to 0 or 1")
+    return {"worker": worker.lower() in ("1", "true", "yes")}
+
+
 def from_environment() -> dict[str, Any]:
-    """TINYQ_DB, TINYQ_WORKER (0 or 1) and TINYQ_GRACE (seconds), for the default instance."""
-    found: dict[str, Any] = {}
+    """That, TINYQ_DB, and TINYQ_GRACE (seconds), for the default instance."""
+    found = role_from_environment()
     if path := os.environ.get("TINYQ_DB"):
         found["db"] = path
-    if worker := os.environ.get("TINYQ_WORKER"):
-        if worker.lower() not in ("0", "1", "false", "true", "no", "yes"):
-            raise ConfigurationError(f"TINYQ_WORKER is {worker!r}: set it to 0 or 1")
-        found["worker"] = worker.lower() in ("1", "true", "yes")
     if grace := os.environ.get("TINYQ_GRACE"):
         try:
             found["grace"] = duration(float(grace), "TINYQ_GRACE", infinite=True)
         except ValueError:
             raise ConfigurationError(f"TINYQ_GRACE is {grace!r}: set it to a number of seconds") from None
     return found
+
+
+class Command(Value):
+    """What the worker command says of every TinyQ that starts in its process, whatever code and environment say."""
+
+    grace: float
+    queues: Mapping[str, int | None]  # those served, with slots of their own; empty: all
+
+    def applied_to(self, config: Config) -> Config:
+        # A queue that the code leaves to other processes with 0 slots has its share here, now that it was asked for.
+        slots = {name: n for name, n in config.queues.items() if n > 0 or name not in self.queues}
+        slots |= {name: n for name, n in self.queues.items() if n is not None}
+        serves = frozenset(self.queues) if self.queues else None
+        return config.but(worker=True, grace=self.grace, queues=slots, serves=serves)
+
+
+_commands: Final[list[Command]] = []  # one, in a process that was started as a worker
 
 
 # ── 11. Handlers, and the options of a call ───────────────────────────────────────────────────────────────────────────
@@ -3181,7 +3219,7 @@ def lanes_with_room(
             raise StoreError("due jobs were found and none can be claimed: see PRAGMA integrity_check, and REINDEX")
         if (most := room.free(queue_name, task_name)) > 0:
             lanes.append((queue_name, task_name, lane, most))
-        elif task_name in room.tasks and queue_name not in room.paused:
+        elif room.wants(queue_name, task_name):
             full = True
     return lanes, full
 
@@ -4698,6 +4736,7 @@ class Tier(Record):
     claiming: bool = True
     waits_for_room: bool = False
     hungry: bool = False  # something due may have been left for lack of room: a slot that comes free is to wake it
+    serves: frozenset[str] | None = None  # see Room
 
 
 class Running(JobRow):
@@ -5436,8 +5475,8 @@ class Slots:
         self.fragile = 1
         self.lent = False  # to a claim that is under way
 
-    def room(self, tasks: Mapping[str, bool]) -> Room:
-        return Room(self.shared, self.named, self.threads, self.fragile, tasks)
+    def room(self, tier: Tier) -> Room:
+        return Room(self.shared, self.named, self.threads, self.fragile, tier.tasks, serves=tier.serves)
 
     def full(self) -> bool:
         return self.shared <= 0 and all(free <= 0 for free in self.named.values())
@@ -5560,7 +5599,7 @@ class Crew:
         if self._slots.lent and any(other.durable and other.claiming for other in self.tiers):
             tier.waits_for_room = True  # (once that tier is closed, what its last claim still brings is handed back)
             return math.inf
-        room = self._slots.room(tier.tasks)
+        room = self._slots.room(tier)
         self._slots.lent = tier.durable  # the memory store answers at once; while a database thinks, the room is its
         try:
             claimed = await tier.store.claim(room, self._worker, later(now, self._lease), now)
@@ -5676,6 +5715,7 @@ class Crew:
             row.handler is None
             or row.run_at > now
             or row.task not in tier.tasks
+            or (tier.serves is not None and row.queue not in tier.serves)
             or not self.may_start(tier, row.queue, row.handler, now)
         ):
             return False
@@ -6592,7 +6632,8 @@ class Inquiries(Intake):
             )
         self.crew.known(found)
         # With this worker's name on it, it runs here, and the claim's answer is on its way.
-        elsewhere = not tier.claiming or (row.state is State.RUNNING and row.worker != self.worker)
+        left = not tier.claiming or (tier.serves is not None and row.queue not in tier.serves)
+        elsewhere = left or (row.state is State.RUNNING and row.worker != self.worker)
         if row.finished is None and elsewhere and self.settings_for(row).result_ttl <= 0:
             raise NoResult(
                 f"job {id_text(row.id)} runs in another process and keeps no result: set result_ttl to read it from here"
@@ -6836,6 +6877,7 @@ class Engine(Inquiries):
                 wake=asyncio.Event(),
                 claiming=self.config.worker,
                 hungry=self.config.worker,  # what it left is not known before the first claim
+                serves=self.config.serves,
             )
             self.durable_store.on_added = self.durable.wake.set
             self.crew.tiers.append(self.durable)
@@ -6922,10 +6964,11 @@ class Engine(Inquiries):
 
     def add_schedule(self, schedule: Schedule) -> None:
         shared = self.durable is not None and not schedule.per_process
-        if shared and not self.config.worker:
-            log.info("schedule %s is left to the processes that claim durable jobs", schedule.handler.name)
+        queue, serves = self.settings(schedule.handler).queue, self.config.serves
+        if shared and not (self.config.worker and (serves is None or queue in serves)):
+            log.info("schedule %s is left to the processes that claim durable jobs of its queue", schedule.handler.name)
             return
-        if not shared and self.config.queues.get(self.settings(schedule.handler).queue) == 0:
+        if not shared and self.config.queues.get(queue) == 0:
             log.warning("schedule %s is not run here: its queue has 0 slots", schedule.handler.name)
             return
         if not shared and not schedule.per_process and not self._warned and several_workers():
@@ -7392,7 +7435,7 @@ class TinyQ:
 
     def __init__(self, db: str | os.PathLike[str] | None = None, **options: Unpack[Configuration]) -> None:
         self._given: dict[str, Any] = {**options} if db is None else {"db": db, **options}
-        self._environment: Callable[[], dict[str, Any]] = dict
+        self._environment: Callable[[], dict[str, Any]] = role_from_environment
         configure_from(self._given)
         self._handlers: dict[str, Handler] = {}
         self._of_functions: dict[Any, Handler] = {}
@@ -7879,6 +7922,8 @@ class TinyQ:
         self._starting = True
         try:
             config = configure_from({**self._environment(), **self._given})
+            for command in _commands:
+                config = command.applied_to(config)
             self._quick.clear()
             self._plans.clear()
             engine = Engine(config, self._handlers)
@@ -8165,4 +8210,247 @@ def run(q: TinyQ | None = None) -> None:
 
 
 # ── 38. Command line ──────────────────────────────────────────────────────────────────────────────────────────────────
-# `python -m tinyq worker main:app`. Public methods only.
+# `python -m tinyq worker main:app`: the application without its HTTP side, and the TinyQs that its lifespan starts.
+
+
+class CommandFailed(Exception):
+    """Why the command ends with exit code 1, in a sentence; a cause is shown with its traceback."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Answers the exit code: 0, or 1 with the reason on standard error; SystemExit(2) for wrong usage."""
+    try:
+        return work(*parsed(arguments))
+    except CommandFailed as failure:
+        if failure.__cause__ is not None:
+            traceback.print_exception(failure.__cause__)
+        print(f"tinyq: {failure}", file=sys.stderr)
+        return 1
+
+
+def parsed(arguments: Sequence[str] | None) -> tuple[Any, Command]:
+    import argparse
+
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__name__}" if _program else "tinyq", description="Background work of a FastAPI or Starlette service."
+    )
+    parser.add_argument("--version", action="version", version=f"tinyq {__version__}")
+    worker = parser.add_subparsers(metavar="COMMAND", required=True).add_parser(
+        "worker",
+        help="serve the queues of an application in a process of their own",
+        description="Enter an application's lifespan without HTTP and run its jobs, until SIGINT or SIGTERM: then let what runs "
+        "go on for the grace, and hand back the rest. A second signal skips the grace, a third kills. Set TINYQ_WORKER=0 for the "
+        "web processes. What is given here counts more than code and environment.",
+    )
+    add = worker.add_argument
+    add("target", metavar="MODULE:APP", help="an ASGI application or a TinyQ, such as main:app")
+    add("--queues", metavar="A,B=3", help="serve only these; =3: with so many slots of its own; default: all")
+    add("--grace", metavar="SECONDS", default="60", help="for which running jobs go on after a signal; default 60")
+    add("--app-dir", metavar="DIR", default=".", help="where the module is; default: the current directory")
+    add("--factory", action="store_true", help="APP is a function that makes the application")
+    levels = ("debug", "info", "warning", "error", "critical")
+    add(
+        "--log-level",
+        choices=levels,
+        help="of tinyq; default info. It logs to standard error unless the app sets up logging",
+    )
+    found = parser.parse_args(arguments)
+    try:
+        if not all(found.target.partition(":")):
+            raise ValueError(f"{found.target!r} names no application: write MODULE:APP, such as main:app")
+        grace = duration(as_number(found.grace, "--grace"), "--grace", infinite=True)
+        return found, Command(grace=grace, queues={} if found.queues is None else queues_from(found.queues))
+    except ValueError as error:
+        worker.error(str(error))
+
+
+def as_number(word: str, name: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise ValueError(f"{name} is {word!r}: give a number") from None
+
+
+def queues_from(words: str) -> dict[str, int | None]:
+    queues: dict[str, int | None] = {}
+    for word in words.split(","):
+        name, equals, slots = word.strip().partition("=")
+        if not name or name in queues or (equals and not (slots.isdecimal() and int(slots) > 0)):
+            raise ValueError(f"--queues is {words!r}, and {word!r} in it is no new queue: write names, as in emails,reports=3")
+        queues[text(name, "a queue's name")] = whole(int(slots), f"the number of slots of {name}", 1) if equals else None
+    return queues
+
+
+def work(found: Any, command: Command) -> int:
+    app = load(found.target, found.app_dir, found.factory)
+    if not logging.getLogger().handlers:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if found.log_level is not None:
+        log.setLevel(found.log_level.upper())
+    _commands[:] = [command]
+    try:
+        asyncio.run(Stay(found.target, app, command).serve())
+    finally:
+        _commands.clear()
+    return 0
+
+
+def load(target: str, folder: str, factory: bool) -> Any:
+    """The application or TinyQ that is meant by `module:attribute`."""
+    import importlib
+
+    module_name, _, path = target.partition(":")
+    sys.path.insert(0, os.path.abspath(folder))
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            raise CommandFailed(
+                f"there is no module {error.name!r} in {sys.path[0]} or where Python looks: write main:app for main.py, and give "
+                "--app-dir if it is in another directory"
+            ) from None
+        raise CommandFailed(f"{module_name} cannot be imported: {error_text(error)}") from error
+    for name in path.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            raise CommandFailed(f"{target}: {found!r} has no {name!r}{did_you_mean(name, dir(found))}") from None
+    if factory:
+        try:
+            found = found()
+        except Exception as error:
+            raise CommandFailed(f"{target}() failed: {error_text(error)}") from error
+    if not isinstance(found, TinyQ) and not callable(found):
+        raise CommandFailed(f"{target} is {found!r}: an ASGI application or a TinyQ is wanted{other_copies()}")
+    return found
+
+
+def other_copies() -> str:
+    """A hint, if the application has imported this module under another name."""
+    here = sys.modules[__name__]
+    names = [
+        name
+        for name, module in list(sys.modules.items())
+        if isinstance(getattr(module, "TinyQ", None), type) and module.TinyQ.__module__ == name and module is not here
+    ]
+    return f"; this is {__name__}, and the application uses {names[0]}: python -m {names[0]} worker" if names else ""
+
+
+class Stay:
+    """One stay in an application's lifespan, as a server would have it but for HTTP, or in a bare TinyQ; from start to stop."""
+
+    def __init__(self, target: str, app: Any, command: Command) -> None:
+        self._target, self._app, self._command = target, app, command
+        self._signals = 0
+        self._asked = False
+        self._failed: str | None = None  # what the application has to say of that
+
+    async def serve(self) -> None:
+        """Until told to stop. Raises CommandFailed."""
+        loop = asyncio.get_running_loop()
+        self._begun, self._told, self._over = (loop.create_future() for _ in range(3))
+        self._run = run = loop.create_task(self._in_q() if isinstance(self._app, TinyQ) else self._in_lifespan())
+        with on_signals(self._on_signal, chain=False):
+            await first(run, self._begun, self._told, self._over)
+            trouble, early = None, self._told.done() and not self._begun.done()
+            if early:
+                run.cancel()
+            elif self._begun.done() and (trouble := self._idle()) is None:
+                queues = ", ".join(name if n is None else f"{name}={n}" for name, n in self._command.queues.items())
+                grace = self._command.grace
+                log.info("worker of %s: %s, grace %g s", self._target, f"queues {queues}" if queues else "all queues", grace)
+                await first(run, self._told)
+            self._tell()
+            await first(run, self._over)
+            await asyncio.wait({run}, timeout=EXTRA)
+        if trouble is not None:
+            raise CommandFailed(trouble)
+        if not early:
+            self._check()
+        log.info("worker of %s: stopped", self._target)
+
+    async def _in_q(self) -> None:
+        async with self._app:
+            self._begun.set_result(None)
+            await asyncio.shield(self._told)
+
+    async def _in_lifespan(self) -> None:
+        scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}, "state": {}}
+        await self._app(scope, self._receive, self._send)
+
+    async def _receive(self) -> dict[str, str]:
+        if self._asked:
+            await asyncio.shield(self._told)
+            return {"type": "lifespan.shutdown"}
+        self._asked = True
+        return {"type": "lifespan.startup"}
+
+    async def _send(self, message: Mapping[str, Any]) -> None:
+        _, stage, how = message["type"].split(".")
+        if how == "failed":
+            self._failed = message.get("message") or "it does not say why"
+        future = self._begun if (stage, how) == ("startup", "complete") else self._over
+        if not future.done():
+            future.set_result(None)
+
+    def _idle(self) -> str | None:
+        """Why there is nothing to do for a worker, once the application has started."""
+        engines = [q._engine for q in at_work()]
+        if not engines:
+            return (
+                f"the lifespan of {self._target} started no TinyQ: put `async with tinyq.lifespan(app, db=…):` into it"
+                f"{other_copies()}"
+            )
+        if all(engine is None or engine.durable is None for engine in engines):
+            return (
+                f"{self._target} has no database, and so no jobs for a worker: give db='jobs.db' to lifespan(), configure() or "
+                "TinyQ(), or set TINYQ_DB"
+            )
+        return None
+
+    def _check(self) -> None:
+        """Raises CommandFailed unless the application has started and stopped as it should."""
+        stage = "shut down" if self._begun.done() else "start"
+        if self._run.cancelled():
+            raise CommandFailed(f"{self._target} did not {stage} in time: its lifespan was cut short")
+        error = self._run.exception() if self._run.done() else None
+        if error is not None:
+            factory = "" if self._asked or isinstance(self._app, TinyQ) else "; if it is a function that makes one, add --factory"
+            raise CommandFailed(f"{self._target} did not {stage}: {error_text(error)}{factory}") from error
+        if self._failed is not None or not self._begun.done():
+            why = self._failed or "it takes no part in the lifespan protocol of ASGI"
+            raise CommandFailed(f"{self._target} did not {stage}: {why}")
+
+    def _tell(self) -> None:
+        if not self._told.done():
+            self._told.set_result(None)
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        if self._signals == 1:
+            for q in at_work():
+                cast(Engine, q._engine).quiesce()  # whatever the application does before it comes to that
+            self._tell()
+        elif self._signals == 2:
+            self._hurrying = asyncio.create_task(self._hurry())
+        else:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+
+    async def _hurry(self) -> None:
+        await asyncio.gather(*(q.stop(grace=0) for q in at_work()))
+        await asyncio.wait({self._run}, timeout=EXTRA)
+        self._run.cancel()
+
+
+def at_work() -> list[TinyQ]:
+    return [q for q in _started if q._engine is not None and q._engine.phase != "stopped"]
+
+
+async def first(*ones: asyncio.Future[Any]) -> None:
+    """Wait until one of them is done."""
+    await asyncio.wait(ones, return_when=asyncio.FIRST_COMPLETED)
+
+
+if _program:
+    sys.exit(main())
