@@ -8409,7 +8409,7 @@ class Stay:
         return None
 
     def _check(self) -> None:
-        """Raises CommandFailed unless the application has started and stopped as it should."""
+        """Raises CommandFailed unless the application has started and stopped as it should, and when it should."""
         stage = "shut down" if self._begun.done() else "start"
         if self._run.cancelled():
             raise CommandFailed(f"{self._target} did not {stage} in time: its lifespan was cut short")
@@ -8420,6 +8420,8 @@ class Stay:
         if self._failed is not None or not self._begun.done():
             why = self._failed or "it takes no part in the lifespan protocol of ASGI"
             raise CommandFailed(f"{self._target} did not {stage}: {why}")
+        if self._signals == 0:
+            raise CommandFailed(f"the lifespan of {self._target} ended by itself")
 
     def _tell(self) -> None:
         if not self._told.done():

@@ -168,6 +168,13 @@ def test_the_installed_wheel_can_be_imported(installed: Path, tmp_path: Path) ->
     assert version == distribution_version
 
 
+def test_the_installed_wheel_has_a_command(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text("import tinyq\nq = tinyq.TinyQ()\n")
+    done = run(installed.parent / "tinyq", "worker", "main:q", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "tinyq: main:q has no database" in done.stderr
+
+
 def test_the_changelog_begins_with_the_version_of_the_module() -> None:
     [version] = re.findall(r'^__version__ = "(.+)"$', (ROOT / "tinyq.py").read_text(), re.MULTILINE)
     headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
