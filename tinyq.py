@@ -8210,7 +8210,7 @@ def run(q: TinyQ | None = None) -> None:
 
 
 # ── 38. Command line ──────────────────────────────────────────────────────────────────────────────────────────────────
-# `python -m tinyq worker main:app`: the application without its HTTP side, and the TinyQs that its lifespan starts.
+# `python -m tinyq worker main:app`: a process for an application's lifespan and the TinyQs that it starts, without HTTP.
 
 
 class CommandFailed(Exception):

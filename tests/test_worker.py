@@ -180,9 +180,12 @@ def test_a_third_signal_kills(tmp_path: Path) -> None:
 def test_a_signal_while_the_application_starts_ends_the_worker(tmp_path: Path) -> None:
     env = os.environ | {"FOLDER": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-m", "tinyq", "worker", "worker_apps:slow"], cwd=TESTS, env=env) as process:
-        wait_until("it starts", lambda: "starting" in marks(tmp_path))
-        process.terminate()
-        assert process.wait(30) == 0
+        try:
+            wait_until("it starts", lambda: "starting" in marks(tmp_path))
+            process.terminate()
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
     assert marks(tmp_path) == ["starting", "gave up"]
 
 
