@@ -126,12 +126,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyStarted", "Cancel", "Clock", "Configuration", "ConfigurationError", "Count", "CurrentJob", "DuplicateTask",
-    "Health", "Job", "JobCancelled", "JobError", "JobFailed", "JobNotFound", "KeyConflict", "NoResult", "NotStarted",
-    "Options", "PayloadError", "PayloadTooLarge", "ProcessDied", "QueueFull", "Retry", "RetryAfter", "ScheduleStats",
-    "ShuttingDown", "Snooze", "State", "Stats", "StoreBusy", "StoreError", "Task", "TinyQ", "TinyQError", "UnknownTask",
-    "configure", "current_job", "dead", "drain", "enqueue", "enqueue_many", "enqueue_sync", "every", "get", "health",
-    "lifespan", "on_dead", "pause", "purge", "quiesce", "requeue", "resume", "run", "spawn", "start", "stats", "stop",
-    "task", "wake",
+    "EnqueuedJob", "Health", "Job", "JobCancelled", "JobError", "JobFailed", "JobNotFound", "KeyConflict", "Kit",
+    "NoResult", "NotStarted", "Options", "PayloadError", "PayloadTooLarge", "ProcessDied", "QueueFull", "Retry",
+    "RetryAfter", "ScheduleStats", "ShuttingDown", "Snooze", "State", "Stats", "StoreBusy", "StoreError", "Task", "TinyQ",
+    "TinyQError", "UnknownTask", "configure", "current_job", "dead", "drain", "enqueue", "enqueue_many", "enqueue_sync",
+    "every", "get", "health", "lifespan", "on_dead", "pause", "purge", "quiesce", "requeue", "resume", "run", "spawn",
+    "start", "stats", "stop", "task", "testing", "wake",
 ]  # fmt: skip
 
 log = logging.getLogger("tinyq")
@@ -175,7 +175,7 @@ class NotStarted(TinyQError, RuntimeError):
 
 
 class AlreadyStarted(TinyQError, RuntimeError):
-    """`start`, `lifespan` or `configure` was called while this TinyQ runs."""
+    """`start`, `lifespan`, `configure` or `testing` was called while this TinyQ runs."""
 
 
 class ShuttingDown(TinyQError, RuntimeError):
@@ -5556,6 +5556,7 @@ class Crew:
         settings_of: Callable[[JobRow, Handler], Settings],
         worker: str,
         lease: float,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.memory = memory
         self._ends = self._over  # bound once
@@ -5572,7 +5573,6 @@ class Crew:
         self.pauses = 0  # grows with every pause and resume that is asked for here
         self.after_death: Callable[[JobRow], None] | None = None
         self._clock = clock
-        loop = asyncio.get_running_loop()
         # Without a factory `create_task` comes to this, a third slower.
         plain = loop.get_task_factory() is None
         self._create_task = functools.partial(asyncio.Task, loop=loop) if plain else loop.create_task
@@ -6117,8 +6117,8 @@ NEEDS_DATABASE: Final = "durable=True needs a database: give db='jobs.db' to lif
 class Intake:
     """The engine's way in."""
 
-    def __init__(self, config: Config, handlers: Mapping[str, Handler]) -> None:
-        self.loop = asyncio.get_running_loop()
+    def __init__(self, config: Config, handlers: Mapping[str, Handler], loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self.loop = loop or asyncio.get_running_loop()
         self.config = config
         self.clock = config.clock
         self.worker = f"{config.worker_name or socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
@@ -6135,7 +6135,7 @@ class Intake:
         self.pulse: Pulse | None = None
         self.lookout = asyncio.Event()  # somebody wrote to the table, or has begun to wait for what stands there
         slots = Slots(config.concurrency, config.queues, config.threads)
-        self.crew = Crew(self.clock, self.memory_store, slots, self.settings_of, self.worker, config.lease)
+        self.crew = Crew(self.clock, self.memory_store, slots, self.settings_of, self.worker, config.lease, self.loop)
         self.crew.handlers = handlers
         self.crew.tiers.append(self.memory)
         self.spawned: dict[asyncio.Task[Any], str] = {}
@@ -6272,7 +6272,7 @@ class Intake:
             for new, answer in zip(created, answers, strict=True)
         ]
 
-    def add(self, row: JobRow) -> asyncio.Future[Any]:
+    def add(self, row: JobRow) -> Awaitable[Any]:
         """Store one new durable job. (`insert` without what only keys and schedules need.)"""
         crew, tier = self.crew, cast(Tier, self.durable)
         store = cast(SQLiteStore, self.durable_store)
@@ -6850,8 +6850,8 @@ PROGRESS: Final = 5.0  # seconds between the lines that say what a shutdown wait
 class Engine(Inquiries):
     """One run of a TinyQ."""
 
-    def __init__(self, config: Config, handlers: Mapping[str, Handler]) -> None:
-        super().__init__(config, handlers)
+    def __init__(self, config: Config, handlers: Mapping[str, Handler], loop: asyncio.AbstractEventLoop | None = None) -> None:
+        super().__init__(config, handlers, loop)
         self.schedulers: dict[bool, Scheduler] = {}
         self.stopped = asyncio.Event()
         self.beat = Beat(self.loop)
@@ -7167,7 +7167,356 @@ def several_workers() -> bool:
 
 
 # ── 32. Engine: under test ────────────────────────────────────────────────────────────────────────────────────────────
-# The engine without loops, threads and files that the test kit steps by hand.
+# The engine without loops, threads and files that the test kit steps by hand. It runs one job after the other, each to its end,
+# in the event loop of whoever asks; all else is what production does, with two stores in memory.
+
+MOST_RUNS: Final = 10_000  # of jobs that came up during one drain, or at one moment: more are taken for an endless circle
+UNCALLED: Final = {"expired", "parked", "undecodable", "unstarted", "lost"}  # outcomes of jobs whose handlers were not called
+
+
+class AnyLoop:
+    """Stands for the event loop that runs in the calling thread at the moment."""
+
+    def is_closed(self) -> bool:
+        return False
+
+    def get_task_factory(self) -> Any:
+        return asyncio.Task  # there may be one: so `create_task` is what makes tasks
+
+    def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        return asyncio.get_running_loop().create_task(coro, **options)
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().create_future()
+
+
+class KitClock:
+    """Stands still until it is moved."""
+
+    def __init__(self, now: int) -> None:
+        self.began = self.now = now
+
+    def time(self) -> int:
+        return self.now
+
+    def monotonic(self) -> float:
+        return (self.now - self.began) / 1e6
+
+    async def wait(self, wake: asyncio.Event, seconds: float) -> None:
+        await wake.wait()  # no time passes meanwhile
+
+
+class InlineThreads(Threads):
+    """No threads: a plain function is called where it stands."""
+
+    def submit(self, call: Callable[[], Any]) -> asyncio.Future[tuple[Any, BaseException | None]]:
+        future: asyncio.Future[tuple[Any, BaseException | None]] = asyncio.get_running_loop().create_future()
+        try:
+            future.set_result((call(), None))
+        except BaseException as error:
+            future.set_result((None, error))
+        return future
+
+
+def at_once(coro: Coroutine[Any, Any, T]) -> T:
+    """The answer of a coroutine that never suspends, as a store in memory does not, nor an `enqueue` under test."""
+    try:
+        coro.send(None)
+    except StopIteration as end:
+        return cast(T, end.value)
+    coro.close()
+    raise RuntimeError(f"{coro!r} was to answer at once, and waits")
+
+
+async def moved_on(tasks: Iterable[asyncio.Task[Any]]) -> bool:
+    """Wait until one of these tasks has ended, in whatever loop it runs, or for a moment; False if there is none to wait for."""
+    here, own, others = asyncio.get_running_loop(), list[asyncio.Future[Any]](), list[asyncio.Future[Any]]()
+    for task in tasks:
+        loop = task.get_loop()
+        if loop is here and task is not asyncio.current_task() and not task.done():
+            own.append(task)
+        elif loop is not here and loop.is_running():
+            others.append(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.wait({task}), loop)))
+    if own or others:
+        await asyncio.wait([*own, *others], timeout=POLL, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.sleep(0)  # until their callbacks have run
+    for other in others:
+        other.cancel()
+    return bool(own or others)
+
+
+class KitStore(MemoryStore):
+    """One of two stores in memory that number their jobs together. Any thread may call it."""
+
+    def __init__(self, twin: KitStore | None = None) -> None:
+        super().__init__()
+        self.durable = twin is not None
+        self.lock: threading.RLock | Any = twin.lock if twin else threading.RLock()
+        self.born: dict[bytes, JobRow] = twin.born if twin else {}  # all jobs that were ever inserted
+        self._seq = twin._seq if twin else self._seq
+        for name, verb in inspect.getmembers(MemoryStore, inspect.isfunction):
+            if not name.startswith("_"):
+                setattr(self, name, self._alone(getattr(self, name), inspect.iscoroutinefunction(verb)))
+
+    def _alone(self, verb: Callable[..., Any], is_async: bool) -> Callable[..., Any]:
+        async def call(*args: Any, **named: Any) -> Any:
+            with self.lock:
+                return await verb(*args, **named)  # which does not suspend
+
+        def call_plain(*args: Any) -> Any:
+            with self.lock:
+                return verb(*args)
+
+        return call if is_async else call_plain
+
+    async def insert(self, rows: Sequence[JobRow], now: int) -> Sequence[Inserted]:
+        answers = await super().insert(rows, now)
+        for answer in answers:
+            if answer.verdict == "created":
+                self.born.setdefault(answer.row.id, answer.row)  # one that is promoted is there already
+        return answers
+
+    async def claim(self, room: Room, worker: str, lease: int, now: int) -> Claimed:
+        return (await super().claim(room, worker, lease, now))._replace(paused=self.held)
+
+    async def counts(self, now: int) -> Sequence[Count]:
+        return [count.but(durable=self.durable) for count in await super().counts(now)]
+
+    async def foremost(self, tasks: Mapping[str, bool], now: int) -> Entry | None:
+        """What a claim would take now."""
+        await self.claim(Room(0, {}, 0, 0, {}), "", now, now)  # which moves what has come due
+        heads = []
+        for lane, heap in self._lanes.items():
+            while heap and self._stale(heap[0]):
+                heapq.heappop(heap)
+            if heap and lane[0] not in self.held and lane[1] in tasks:
+                heads.append(heap[0])
+        return min(heads, default=None)
+
+    def waiting_until(self, *, again: bool) -> list[int]:
+        """The moments at which jobs come due. `again`: those that have been started before, and could start."""
+        rows = [entry[4] for entry in self._later if not self._stale(entry)]
+        return [row.run_at for row in rows if not again or (row.claim_no > 0 and row.queue not in self.held)]
+
+
+class OneByOne(Slots):
+    """Room for one more, however many there are: a job may wait for another that it has enqueued."""
+
+    def room(self, tasks: Mapping[str, bool]) -> Room:
+        return Room(1, {}, 1, 1, tasks)
+
+    def full(self) -> bool:
+        return False
+
+
+class KitCrew(Crew):
+    """Writes each outcome at once, and watches no event loop."""
+
+    calls = 0
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.threads = InlineThreads()
+        self.died: list[JobRow] = []
+
+    def _over(self, job: Running, outcome: Outcome) -> None:
+        self.calls += outcome.kind not in UNCALLED
+        super()._over(job, outcome)
+        if job.tier.durable:
+            now = self._clock.time()
+            at_once(self.settle(job.tier, now))
+            if job.state is State.PENDING:
+                job.ready = claimable(job.run_at, job.lost, now)  # what was written and what stands in the store are one row
+
+    def _became_dead(self, row: JobRow, now: int, change: Settlement | None = None) -> None:
+        super()._became_dead(row, now, change)
+        if row.state is State.DEAD:
+            self.died.append(row)
+
+    def _watch_loop(self, due: float = 0.0, *, first: bool = False) -> None:
+        """Nobody is there to be warned."""
+
+
+class KitEngine(Engine):
+    """A TinyQ under test."""
+
+    def __init__(self, config: Config, handlers: Mapping[str, Handler], now: int) -> None:
+        self.still = KitClock(now)
+        super().__init__(self._unopened(config), handlers, cast(asyncio.AbstractEventLoop, AnyLoop()))
+        self.loose = self.memory_store = KitStore()
+        self.table = KitStore(self.loose)
+        self.memory = Tier(store=self.loose, durable=False, tasks=self.memory_tasks, wake=asyncio.Event())
+        self.durable = Tier(store=self.table, durable=True, tasks=self.durable_tasks, wake=asyncio.Event())
+        self.hands = self.crew = KitCrew(
+            self.still, self.loose, OneByOne(1, {}, 1), self.settings_of, self.worker, config.lease, self.loop
+        )
+        self.crew.handlers = handlers
+        self.crew.tiers += (self.memory, self.durable)
+        self.schedulers = {tier.durable: Scheduler(tier, self._occurrence) for tier in (self.memory, self.durable)}
+        self.schedules: list[Schedule] = []  # copies: what they do here leaves no trace
+        self.runs = 0
+
+    def _unopened(self, config: Config) -> Config:
+        """It stands for all processes, so it serves all durable jobs."""
+        return config.but(db=None, worker=True, clock=self.still)
+
+    def configure(self, config: Config) -> None:
+        """Take other options for what comes."""
+        self.config = self._unopened(config)
+        self._resolved.clear()
+        for handler in self.handlers.values():
+            handler.settings = None
+            self.learn(handler)
+
+    def close(self) -> None:
+        self.phase = "stopped"
+        for handler in self.handlers.values():
+            handler.settings = None
+
+    # what differs because nothing goes on by itself
+
+    def require_running(self) -> None:
+        if self.phase != "running":
+            raise ShuttingDown("the block of testing() is over: nothing is enqueued or run any more")
+
+    def start_at_once(self, row: SimpleRow, handler: Handler, settings: Settings) -> bool:
+        row.wait()
+        return False
+
+    def add(self, row: JobRow) -> Awaitable[Any]:
+        return self.insert([row])
+
+    async def insert_within(self, tx: Any, rows: Sequence[JobRow]) -> Sequence[Inserted]:
+        return await self.insert(rows)
+
+    async def _admit(self, count: int) -> None:
+        if self.loose.pending + count > self.config.max_pending:
+            raise QueueFull(
+                f"{self.loose.pending:,} best-effort jobs are pending and max_pending is {self.config.max_pending:,}: "
+                "enqueue fewer, raise it, or call drain() in between"
+            )
+
+    async def exists(self, row: JobRow) -> bool:
+        return bool(await (self.table if row.durable else self.memory_store).get([row.id]))
+
+    async def wait_for_end(self, row: JobRow) -> None:
+        while row.finished is None:
+            job = self.crew.running.get(row.tag)
+            if job is not None and job.runner is not None:
+                await moved_on([job.runner])
+            elif self.phase == "stopped" or not await self.run_one():
+                raise NoResult(
+                    f"job {id_text(row.id)} is {row.state} until {as_datetime(row.run_at)}, and nothing else is due: "
+                    "under testing() time passes in drain() and advance() only"
+                )
+
+    def add_schedule(self, schedule: Schedule) -> None:
+        own = Schedule(**{**vars(schedule), "next": 0, "last": None, "fired": 0, "skipped": 0, "missed": 0})
+        self.schedules.append(own)
+        super().add_schedule(own)
+
+    def quiesce(self) -> None:
+        """Nothing to hold back."""
+
+    async def drain(self) -> None:
+        await self.run_due()
+
+    def health(self) -> Health:
+        return Health(status="ok", reasons=())
+
+    async def stats(self, schedules: Sequence[Schedule]) -> Stats:
+        return await super().stats(self.schedules)
+
+    # what runs the jobs and moves the time
+
+    async def run_one(self) -> bool:
+        """Run the first of the jobs that are due, to its end. False if there is none."""
+        now, started = self.still.now, list[Running]()
+        with self.loose.lock:
+            heads = [
+                (head, tier)
+                for tier, store in ((self.memory, self.loose), (cast(Tier, self.durable), self.table))
+                if (head := at_once(store.foremost(tier.tasks, now))) is not None
+            ]
+            if not heads:
+                return False
+            before = set(self.crew.running)
+            await self.crew.claim(min(heads, key=lambda found: found[0][:3])[1], now)
+            started += [job for tag, job in self.crew.running.items() if tag not in before]
+            self.runs += 1
+        for job in started:
+            await self._finish(job)
+        return True
+
+    async def _finish(self, job: Running) -> None:
+        runner, limit = job.runner, job.settings.timeout
+        if runner is None:
+            return
+        try:
+            await asyncio.wait({runner}, timeout=None if limit == math.inf else limit)
+            if not runner.done():
+                job.stop("timeout")
+                await asyncio.wait({runner})
+        finally:
+            if not runner.done():  # whoever waits was cancelled
+                job.stop("shutdown")
+                await asyncio.wait({runner})
+
+    async def run_due(self) -> None:
+        """Run what is due at this moment, what comes up with that, and what was spawned."""
+        self.require_running()
+        most = self.runs + MOST_RUNS + self._pending()
+        while await self.run_one() or await moved_on(list(self.spawned)):
+            self._bound(most)
+
+    def _pending(self) -> int:
+        return self.loose.pending + self.table.pending
+
+    def _bound(self, most: int) -> None:
+        if self.runs > most:
+            last = next(reversed(self.loose.born.values())).task
+            raise RuntimeError(
+                f"{MOST_RUNS:,} jobs have run that came up meanwhile, and there are more: does one enqueue itself, or "
+                f"snooze, without end? The last to be enqueued was {last}"
+            )
+
+    async def follow(self) -> None:
+        """Run what is due, and what waits for another start; schedules do not fire meanwhile."""
+        most = self.runs + MOST_RUNS + self._pending()
+        await self.run_due()
+        while moments := [*self.loose.waiting_until(again=True), *self.table.waiting_until(again=True)]:
+            await self._pass_until(min(moments))
+            self._bound(most)
+
+    async def advance(self, seconds: float) -> None:
+        await self._pass_until(later(self.still.now, seconds), fire=True)
+
+    async def _pass_until(self, end: int, *, fire: bool = False) -> None:
+        """Stop at every moment at which something comes due, and run it."""
+        while True:
+            for scheduler in self.schedulers.values() if fire else ():
+                await scheduler.step(self.still.now)
+            await self.run_due()
+            moments = [*self.loose.waiting_until(again=False), *self.table.waiting_until(again=False)]
+            moments += [schedule.next for schedule in self.schedules] if fire else ()
+            upcoming = min((moment for moment in moments if self.still.now < moment <= end), default=None)
+            self.still.now = max(self.still.now, end if upcoming is None else upcoming)
+            if not fire:
+                self._skip_fire_times()
+            if upcoming is None:
+                break
+        for tier in (self.memory, cast(Tier, self.durable)):
+            await self.crew.retention(tier, self.still.now)
+
+    def _skip_fire_times(self) -> None:
+        """Go on as if the schedules had been added at this moment."""
+        for scheduler in self.schedulers.values():
+            due = []
+            while scheduler.is_due(self.still.now):
+                due.append(heapq.heappop(scheduler._heap)[2])
+            for schedule in due:
+                schedule.immediate = schedule.immediate and schedule.last is None
+                scheduler.add(schedule, self.still.now)
 
 
 # ── 33. Job handle ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -7417,7 +7766,137 @@ class Decorator(Protocol):
 
 
 # ── 35. Test kit ──────────────────────────────────────────────────────────────────────────────────────────────────────
-# What `with q.testing() as jobs:` gives.
+# What `with q.testing() as jobs:` gives: what was enqueued, and the hands that run it and move the clock.
+
+
+class EnqueuedJob(Job[R_co]):
+    """A job as a test sees it."""
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """As the handler is given them: those of a durable job have been through JSON."""
+        return tuple(arguments_of(self._row)[0])
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return dict(arguments_of(self._row)[1])
+
+    @property
+    def priority(self) -> int:
+        return self._row.priority
+
+    @property
+    def key(self) -> str | None:
+        return self._row.key
+
+    @property
+    def fire_time(self) -> datetime | None:
+        """The scheduled moment, if a schedule made this job."""
+        return as_datetime(self._row.fire_time)
+
+
+def arguments_of(row: JobRow) -> Arguments:
+    return (row.args, row.kwargs) if row.args is not None else decode_call(row.payload, row.payload_version)
+
+
+def death_of(row: JobRow) -> Exception:
+    """The error that a dead job died of, with a note that says whose it is."""
+    error = row.exception
+    if not isinstance(error, Exception):
+        kind, _, message = (row.error or row.reason or "unknown").partition(": ")
+        error = JobFailed(kind, message)
+        error.__cause__ = row.exception
+    error.add_note(f"{label(row)} is dead: {row.reason}")
+    return error
+
+
+class Kit:
+    """What `with q.testing() as jobs:` gives: nothing runs in that block but by `drain` and `advance`.
+
+    Both run jobs one after the other, by priority, then time, then order of enqueuing, in the event loop of the calling code, or
+    in one of their own; plain functions are called where that code stands, without a thread. They wait for what was spawned, and
+    for the on_dead hooks. They return how often handlers were called, and raise the error of the first job that has died
+    meanwhile, once all the others have run (`raise_errors=False`: look at `status` and `error`, or `await q.dead()`). In an event
+    loop, as in an async test, write `await jobs.adrain()` and `await jobs.aadvance(…)`. RuntimeError: the wrong one of the two,
+    or more than 10,000 jobs that came up meanwhile.
+    """
+
+    def __init__(self, engine: KitEngine) -> None:
+        self._engine = engine
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._lock = threading.Lock()
+
+    @property
+    def now(self) -> datetime:
+        """What the clock says: it stands still but for `drain` and `advance`."""
+        return cast(datetime, as_datetime(self._engine.still.now))
+
+    @overload
+    def enqueued(self, task: Task[..., Any, R], /) -> list[EnqueuedJob[R]]: ...
+    @overload
+    def enqueued(self, task: str | Callable[..., Any] | None = None, /) -> list[EnqueuedJob[Any]]: ...
+    def enqueued(self, task: Any = None, /) -> list[EnqueuedJob[Any]]:
+        """All jobs of this block in the order of enqueuing, whatever has become of them; of one task, function or task's name.
+
+        Those that a handler or a schedule has enqueued are among them. Raises UnknownTask for a name that is none.
+        """
+        rows = list(self._engine.loose.born.values())
+        if isinstance(task, (Task, str)):
+            name, known = name_of(task), self._engine.handlers
+            if name not in known and all(row.task != name for row in rows):
+                raise UnknownTask(f"no task is named {name!r} here{hint(name, known)}, and no job of that name was enqueued")
+            rows = [row for row in rows if row.task == name]
+        elif task is not None:
+            rows = [row for row in rows if row.handler is not None and row.handler.fn == task]
+        return [EnqueuedJob(self._engine, row, True) for row in rows]
+
+    def clear(self) -> None:
+        """Take out what is pending, and forget all that was enqueued so far."""
+        engine = self._engine
+        for store in (engine.loose, engine.table):
+            pending = [row.id for row in at_once(store.list(State.PENDING, limit=sys.maxsize))]
+            at_once(store.cancel(pending, "cleared by the test", engine.still.now, engine.still.now))
+        engine.loose.born.clear()
+
+    def drain(self, *, raise_errors: bool = True) -> int:
+        """Run what is due, and what that enqueues. The clock moves on to the next start of a job that failed or snoozed, until
+        none waits for one; a delayed job runs if it comes due on that way, and no schedule fires."""
+        return self._run(self.adrain(raise_errors=raise_errors), "adrain()")
+
+    async def adrain(self, *, raise_errors: bool = True) -> int:
+        """`drain` in an event loop."""
+        return await self._reported(self._engine.follow(), raise_errors)
+
+    def advance(self, seconds: float | timedelta, *, raise_errors: bool = True) -> int:
+        """Move the clock, and at every moment at which something comes due run it: delayed jobs, retries, fire times. What is due
+        already runs first, an `immediate` schedule included."""
+        return self._run(self.aadvance(seconds, raise_errors=raise_errors), "aadvance(…)")
+
+    async def aadvance(self, seconds: float | timedelta, *, raise_errors: bool = True) -> int:
+        """`advance` in an event loop."""
+        return await self._reported(self._engine.advance(duration(seconds, "advance")), raise_errors)
+
+    async def _reported(self, work: Awaitable[None], raise_errors: bool) -> int:
+        crew = self._engine.hands
+        calls, deaths = crew.calls, len(crew.died)
+        await work
+        for row in crew.died[deaths:] if raise_errors else ():
+            raise death_of(row)
+        return crew.calls - calls
+
+    def _run(self, coro: Coroutine[Any, Any, T], instead: str) -> T:
+        try:
+            self._engine.require_running()
+            if asyncio._get_running_loop() is not None:
+                raise RuntimeError(f"this is called in an event loop, which it would block: write `await jobs.{instead}`")
+            with self._lock:  # one loop, kept for the whole block, since what jobs use may be bound to it
+                return self._runner.run(coro)
+        finally:
+            coro.close()
+
+    def close(self) -> None:
+        self._engine.close()
+        self._runner.close()
 
 
 # ── 36. TinyQ ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -7445,6 +7924,7 @@ class TinyQ:
         self._inherited: Engine | None = None  # in a forked child: that of the parent
         self._starting = False
         self._was_stopped = False
+        self._was_tested = False
         self._strangers: set[str] = set()  # names of tasks of other processes
         self._reconfigurable = False  # the options given so far may be overridden
         self._quick: dict[Any, Handler] = {}  # what was handed to enqueue before, and what is known of bare callables
@@ -7914,10 +8394,10 @@ class TinyQ:
 
     async def start(self) -> None:
         """Open the database, begin to claim and to fire. Returns at once; raises AlreadyStarted, StoreError, ImportError."""
-        if self._engine is not None and (self._engine.loop.is_closed() or self._engine.phase == "stopped"):
-            self._engine = None  # its loop ended without stop(), or whoever called that was cancelled
-        if self._engine is not None or self._starting:
-            raise AlreadyStarted("this TinyQ runs already: one lifespan (or start) at a time")
+        if isinstance(self._engine, KitEngine):
+            self._configure_kit(self._engine)
+            return
+        self._require_stopped()
         refuse_start_at_import()
         self._starting = True
         try:
@@ -7927,10 +8407,7 @@ class TinyQ:
             self._quick.clear()
             self._plans.clear()
             engine = Engine(config, self._handlers)
-            configured = () if config.on_dead is None else (hook_from(config.on_dead),)
-            engine.crew.after_death = lambda row: engine.call_hooks(
-                (*configured, *self._dead_hooks), Job(engine, row, False), label(row)
-            )
+            self._call_dead_hooks(engine, config)
             await engine.start(self._schedules)
         except BaseException:
             self._reconfigurable = True
@@ -7941,6 +8418,18 @@ class TinyQ:
         watch_for_forks()
         _started.add(self)
 
+    def _require_stopped(self) -> None:
+        if self._engine is not None and (self._engine.loop.is_closed() or self._engine.phase == "stopped"):
+            self._engine = None  # its loop ended without stop(), or whoever called that was cancelled
+        if self._engine is not None or self._starting:
+            raise AlreadyStarted("this TinyQ runs already: one lifespan (or start, or testing) at a time")
+
+    def _call_dead_hooks(self, engine: Engine, config: Config) -> None:
+        configured = () if config.on_dead is None else (hook_from(config.on_dead),)
+        engine.crew.after_death = lambda row: engine.call_hooks(
+            (*configured, *self._dead_hooks), Job(engine, row, False), label(row)
+        )
+
     async def stop(self, grace: float | timedelta | None = None) -> None:
         """Stop claiming and firing at once, let what runs go on for `grace` seconds, then cancel it; keep what can be kept.
 
@@ -7950,6 +8439,9 @@ class TinyQ:
         if engine is None:
             if self._inherited is not None:
                 self._inherited.refuse_fork()
+            return
+        if isinstance(engine, KitEngine):
+            self._reconfigurable = True
             return
         try:
             await engine.stop(engine.config.grace if grace is None else duration(grace, "grace", infinite=True))
@@ -7986,6 +8478,48 @@ class TinyQ:
         refuse_path(app)
         async with self:
             yield {"tinyq": self}
+
+    @contextlib.contextmanager
+    def testing(self, *, at: datetime | None = None) -> Iterator[Kit]:
+        """Within this block nothing is opened and nothing runs by itself; for tests, sync and async. See `Kit` for what it gives.
+
+            @pytest.fixture
+            def jobs():
+                with tinyq.testing() as jobs:
+                    yield jobs
+
+        All of this TinyQ works, started or not, from any thread and event loop: durable jobs without a database (their arguments
+        go through JSON all the same; those of best-effort jobs stay as they are), schedules, `dead`, `pause`. `start`, `stop` and
+        `lifespan` do nothing, so an application can run its own around it. Jobs with `tx` exist at once, whatever becomes of the
+        transaction. `result()` runs what is due until that job has ended.
+
+        at: what the clock says at first; default: now. It stands still but for `drain` and `advance`; a handler's timeout is real
+        time. Afterwards all jobs are gone, tasks and schedules stay. Raises AlreadyStarted while this TinyQ runs or is tested.
+        """
+        self._require_stopped()
+        config = configure_from({**self._environment(), **self._given})
+        engine = KitEngine(config, self._handlers, config.clock.time() if at is None else as_moment(at, "at"))
+        self._configure_kit(engine)
+        for schedule in self._schedules:
+            engine.add_schedule(schedule)
+        self._engine, self._was_tested = engine, True
+        kit = Kit(engine)
+        try:
+            yield kit
+        finally:
+            self._engine = None
+            self._forget_settings()
+            kit.close()
+
+    def _configure_kit(self, engine: KitEngine) -> None:
+        config = configure_from({**self._environment(), **self._given})
+        self._forget_settings()
+        engine.configure(config)
+        self._call_dead_hooks(engine, config)
+
+    def _forget_settings(self) -> None:
+        self._quick.clear()
+        self._plans.clear()
 
     def run(self) -> None:
         """Start, work until SIGINT or SIGTERM, stop; for scripts and workers. A second signal skips the grace."""
@@ -8138,7 +8672,13 @@ def refuse_path(app: object) -> None:
 
 def warn_if_never_started(q: weakref.ref[TinyQ]) -> None:
     found = q()
-    if found is not None and found._engine is found._inherited is None and not found._was_stopped and found._schedules:
+    if (
+        found is not None
+        and found._engine is found._inherited is None
+        and not found._was_stopped
+        and not found._was_tested
+        and found._schedules
+    ):
         n = len(found._schedules)
         log.warning("%d schedule%s registered, and tinyq was never started: nothing ran", n, "" if n == 1 else "s")
 
@@ -8169,6 +8709,7 @@ pause = _default.pause
 resume = _default.resume
 on_dead = _default.on_dead
 wake = _default.wake
+testing = _default.testing
 
 
 def configure(db: str | os.PathLike[str] | None = None, **options: Unpack[Configuration]) -> None:
@@ -8176,7 +8717,8 @@ def configure(db: str | os.PathLike[str] | None = None, **options: Unpack[Config
 
     Raises AlreadyStarted while it runs, ConfigurationError if an option was set to something else before its first start.
     """
-    if _default._engine is not None or _default._starting:
+    kit = _default._engine if isinstance(_default._engine, KitEngine) else None
+    if _default._engine is not kit or _default._starting:
         raise AlreadyStarted("tinyq runs already: configure it before its lifespan begins")
     news: dict[str, Any] = {**options} if db is None else {"db": db, **options}
     configure_from(news)
@@ -8187,6 +8729,8 @@ def configure(db: str | os.PathLike[str] | None = None, **options: Unpack[Config
                 f"{name} was set to {given[name]!r} before and is to be {value!r} now: configure tinyq in one place"
             )
     given.update(news)
+    if kit is not None:
+        _default._configure_kit(kit)
 
 
 @contextlib.asynccontextmanager

@@ -13,6 +13,8 @@ from helpers import Open, stopped_at_once
 import tinyq
 from tinyq import TinyQ
 
+collect_ignore = ["sample_project"]  # a project of its own, with its own suite, which a test of ours runs
+
 OpenAt = Callable[..., Coroutine[Any, Any, TinyQ]]
 
 

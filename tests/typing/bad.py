@@ -437,3 +437,10 @@ def parts_are_kept_apart(by_name: Any, other: functools.partial[int]) -> None:
     _two: tinyq.Task[..., object, str] = send  # error
     _three: tinyq.Job[int] = send  # error
     _four: tinyq.Task[..., object, object] = other  # error
+
+
+def tests_are_checked_too() -> None:
+    with tinyq.testing(at="noon") as jobs:  # error
+        jobs.drain(True)  # error
+        jobs.advance("1 h")  # error
+        jobs.enqueued(7)  # error

@@ -678,3 +678,29 @@ async def results_are_never_coroutines() -> None:
     assert_type(await starts_something("7"), float)
     assert_type(await (await tinyq.enqueue(starts_something, "7")).result(), float)
     assert_type(await (await tinyq.enqueue(starts_something, "7", delay=5)).result(), float)
+
+
+# The test kit
+
+
+def a_test_of_the_default_instance() -> None:
+    with tinyq.testing() as jobs:
+        assert_type(jobs, tinyq.Kit)
+        assert_type(jobs.enqueued(), list[tinyq.EnqueuedJob[Any]])
+        assert_type(jobs.enqueued(send), list[tinyq.EnqueuedJob[int]])
+        assert_type(jobs.enqueued(resize)[0].args, tuple[Any, ...])
+        assert_type(jobs.enqueued("mail.report"), list[tinyq.EnqueuedJob[Any]])
+        assert_type(jobs.enqueued(own_plain.fn), list[tinyq.EnqueuedJob[Any]])
+        assert_type(jobs.drain(), int)
+        assert_type(jobs.advance(timedelta(hours=1), raise_errors=False), int)
+        assert_type(jobs.now, datetime)
+        jobs.clear()
+
+
+async def a_test_of_an_instance() -> None:
+    with q.testing(at=tomorrow) as jobs:
+        assert_type(await jobs.adrain(raise_errors=False), int)
+        assert_type(await jobs.aadvance(3600), int)
+        job = jobs.enqueued(own_with_options)[0]
+        assert_type(await job.result(), tuple[str, int])
+        assert_type((job.kwargs, job.priority, job.key), tuple[dict[str, Any], int, str | None])
