@@ -7171,6 +7171,7 @@ def several_workers() -> bool:
 # in the event loop of whoever asks; all else is what production does, with two stores in memory.
 
 MOST_RUNS: Final = 10_000  # of jobs that came up during one drain, or at one moment: more are taken for an endless circle
+SPAWN_TIME: Final = 30.0  # seconds, of real time, that a drain waits for spawned tasks
 UNCALLED: Final = {"expired", "parked", "undecodable", "unstarted", "lost"}  # outcomes of jobs whose handlers were not called
 
 
@@ -7251,7 +7252,7 @@ class KitStore(MemoryStore):
     def __init__(self, twin: KitStore | None = None) -> None:
         super().__init__()
         self.durable = twin is not None
-        self.lock: threading.RLock | Any = twin.lock if twin else threading.RLock()
+        self.lock: contextlib.AbstractContextManager[Any] = twin.lock if twin else threading.RLock()
         self.born: dict[bytes, JobRow] = twin.born if twin else {}  # all jobs that were ever inserted
         self._seq = twin._seq if twin else self._seq
         for name, verb in inspect.getmembers(MemoryStore, inspect.isfunction):
@@ -7354,7 +7355,8 @@ class KitEngine(Engine):
         self.crew.tiers += (self.memory, self.durable)
         self.schedulers = {tier.durable: Scheduler(tier, self._occurrence) for tier in (self.memory, self.durable)}
         self.schedules: list[Schedule] = []  # copies: what they do here leaves no trace
-        self.runs = 0
+        self.runs, self.last = 0, ""
+        self._hook_slots = asyncio.Semaphore(sys.maxsize)  # nobody waits for one, which would bind it to one event loop
 
     def _unopened(self, config: Config) -> Config:
         """It stands for all processes, so it serves all durable jobs."""
@@ -7402,8 +7404,9 @@ class KitEngine(Engine):
     async def wait_for_end(self, row: JobRow) -> None:
         while row.finished is None:
             job = self.crew.running.get(row.tag)
-            if job is not None and job.runner is not None:
-                await moved_on([job.runner])
+            if job is not None:
+                if job.runner is None or not await moved_on([job.runner]):
+                    await asyncio.sleep(0.001)  # it waits for itself, until its timeout; or another thread is about to settle it
             elif self.phase == "stopped" or not await self.run_one():
                 raise NoResult(
                     f"job {id_text(row.id)} is {row.state} until {as_datetime(row.run_at)}, and nothing else is due: "
@@ -7442,9 +7445,10 @@ class KitEngine(Engine):
                 return False
             before = set(self.crew.running)
             await self.crew.claim(min(heads, key=lambda found: found[0][:3])[1], now)
-            started += [job for tag, job in self.crew.running.items() if tag not in before]
+            started += [job for tag, job in list(self.crew.running.items()) if tag not in before]
             self.runs += 1
         for job in started:
+            self.last = job.task
             await self._finish(job)
         return True
 
@@ -7465,19 +7469,27 @@ class KitEngine(Engine):
     async def run_due(self) -> None:
         """Run what is due at this moment, what comes up with that, and what was spawned."""
         self.require_running()
-        most = self.runs + MOST_RUNS + self._pending()
-        while await self.run_one() or await moved_on(list(self.spawned)):
-            self._bound(most)
+        most, ran = self.runs + MOST_RUNS + self._pending(), time.monotonic()
+        while True:
+            if await self.run_one():
+                self._bound(most)
+                ran = time.monotonic()
+            elif not await moved_on(list(self.spawned)):
+                return
+            elif time.monotonic() - ran > SPAWN_TIME:
+                raise RuntimeError(
+                    f"spawned tasks have not ended for {SPAWN_TIME:g} s: {', '.join(sorted(set(self.spawned.values())))}; "
+                    "end them in the test, or start what never ends with asyncio.create_task"
+                )
 
     def _pending(self) -> int:
         return self.loose.pending + self.table.pending
 
     def _bound(self, most: int) -> None:
         if self.runs > most:
-            last = next(reversed(self.loose.born.values())).task
             raise RuntimeError(
-                f"{MOST_RUNS:,} jobs have run that came up meanwhile, and there are more: does one enqueue itself, or "
-                f"snooze, without end? The last to be enqueued was {last}"
+                f"more than {MOST_RUNS:,} jobs have run that came up meanwhile: does one enqueue itself, or snooze, without end? "
+                f"The last was {self.last}"
             )
 
     async def follow(self) -> None:
@@ -7818,7 +7830,7 @@ class Kit:
     for the on_dead hooks. They return how often handlers were called, and raise the error of the first job that has died
     meanwhile, once all the others have run (`raise_errors=False`: look at `status` and `error`, or `await q.dead()`). In an event
     loop, as in an async test, write `await jobs.adrain()` and `await jobs.aadvance(…)`. RuntimeError: the wrong one of the two,
-    or more than 10,000 jobs that came up meanwhile.
+    more than 10,000 jobs that came up meanwhile, or spawned tasks that have not ended after 30 s.
     """
 
     def __init__(self, engine: KitEngine) -> None:

@@ -434,6 +434,14 @@ async def test_spawned_coroutines_run_and_are_waited_for(q: TinyQ, jobs: Kit) ->
     assert task.result() is True
 
 
+async def test_a_spawned_coroutine_that_never_ends_is_named(q: TinyQ, jobs: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tinyq, "SPAWN_TIME", 0.0)
+    task = q.spawn(asyncio.Event().wait(), name="listen")
+    with pytest.raises(RuntimeError, match="listen"):
+        await jobs.adrain()
+    task.cancel()
+
+
 async def test_a_drain_that_is_cancelled_gives_the_attempt_back(q: TinyQ, jobs: Kit, durable: bool) -> None:
     begun = asyncio.Event()
 
@@ -604,6 +612,17 @@ async def test_waiting_for_a_result_runs_the_job(q: TinyQ, jobs: Kit, durable: b
     await jobs.adrain()
     assert await job.result() == 7
     assert await (await task.enqueue(4)).result() == 8
+
+
+async def test_a_job_that_waits_for_itself_times_out(q: TinyQ, jobs: Kit, durable: bool) -> None:
+    itself: list[Job[Any]] = []
+
+    async def narcissus() -> None:
+        await itself[0].result()
+
+    itself.append(await q.enqueue(register(q, narcissus, name="self", timeout=0.05, retry=False), durable=durable))
+    with pytest.raises(TimeoutError):
+        await jobs.adrain()
 
 
 async def test_waiting_for_what_is_not_due_is_an_error_at_once(q: TinyQ, jobs: Kit) -> None:
