@@ -4800,6 +4800,8 @@ def current_job() -> CurrentJob:
 class Threads:
     """Daemon threads that are reused. Claims take no more plain functions than there are slots, so nothing queues here."""
 
+    inline = False  # nothing leaves the calling thread, nor the process
+
     def __init__(self) -> None:
         import queue
 
@@ -5225,7 +5227,7 @@ async def call_handler(job: Running, threads: Threads, clock: Clock, ended: Call
         if job.why is not None:  # told to stop between the claim and this line
             raise asyncio.CancelledError
         error: BaseException | None = None
-        if job.handler.run_in is not None:
+        if job.handler.run_in is not None and not threads.inline:
             value, error = await call_in_process(job, threads, args, kwargs)
         elif job.handler.is_async:
             value = await job.handler.fn(*args, **kwargs)
@@ -7208,7 +7210,9 @@ class KitClock:
 
 
 class InlineThreads(Threads):
-    """No threads: a plain function is called where it stands."""
+    """No threads, and no processes: a function is called where it stands."""
+
+    inline = True
 
     def submit(self, call: Callable[[], Any]) -> asyncio.Future[tuple[Any, BaseException | None]]:
         future: asyncio.Future[tuple[Any, BaseException | None]] = asyncio.get_running_loop().create_future()
@@ -7826,7 +7830,7 @@ class Kit:
     """What `with q.testing() as jobs:` gives: nothing runs in that block but by `drain` and `advance`.
 
     Both run jobs one after the other, by priority, then time, then order of enqueuing, in the event loop of the calling code, or
-    in one of their own; plain functions are called where that code stands, without a thread. They wait for what was spawned, and
+    in one of their own; plain functions and those with `run_in` are called right there. They wait for what was spawned, and
     for the on_dead hooks. They return how often handlers were called, and raise the error of the first job that has died
     meanwhile, once all the others have run (`raise_errors=False`: look at `status` and `error`, or `await q.dead()`). In an event
     loop, as in an async test, write `await jobs.adrain()` and `await jobs.aadvance(…)`. RuntimeError: the wrong one of the two,

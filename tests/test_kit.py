@@ -426,6 +426,17 @@ def test_plain_functions_are_called_in_the_thread_of_the_test(q: TinyQ, jobs: Ki
     assert threads == [threading.get_ident()]
 
 
+def note_process(where: list[int]) -> None:
+    where.append(os.getpid())
+
+
+def test_and_in_its_process_whatever_run_in_says(q: TinyQ, jobs: Kit) -> None:
+    where: list[int] = []
+    enqueue(q, q.task(name="where", run_in="process")(note_process), where)
+    jobs.drain()
+    assert where == [os.getpid()]
+
+
 async def test_spawned_coroutines_run_and_are_waited_for(q: TinyQ, jobs: Kit) -> None:
     go = asyncio.Event()
     task = q.spawn(go.wait())
