@@ -7812,7 +7812,9 @@ class EnqueuedJob(Job[R_co]):
 
 
 def arguments_of(row: JobRow) -> Arguments:
-    return (row.args, row.kwargs) if row.args is not None else decode_call(row.payload, row.payload_version)
+    if row.args is not None:
+        return row.args, row.kwargs
+    return read_call(row.handler, decode_call(row.payload, row.payload_version))
 
 
 def death_of(row: JobRow) -> Exception:

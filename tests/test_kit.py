@@ -190,6 +190,17 @@ def test_arguments_of_a_durable_job_go_through_json(q: TinyQ, jobs: Kit) -> None
         enqueue(q, task, object(), word="x", durable=True)
 
 
+def test_arguments_of_a_durable_job_are_what_the_annotations_say(q: TinyQ, jobs: Kit) -> None:
+    seen: list[datetime] = []
+
+    def note(when: datetime) -> None:
+        seen.append(when)
+
+    enqueue(q, q.task(note), NOON, durable=True)
+    jobs.drain()
+    assert (seen, jobs.enqueued(note)[0].args) == ([NOON], (NOON,))
+
+
 def test_arguments_of_a_best_effort_job_stay_as_they_are(q: TinyQ, jobs: Kit) -> None:
     given = object()
     seen: list[object] = []
