@@ -7307,8 +7307,8 @@ class KitStore(MemoryStore):
 class OneByOne(Slots):
     """Room for one more, however many there are: a job may wait for another that it has enqueued."""
 
-    def room(self, tasks: Mapping[str, bool]) -> Room:
-        return Room(1, {}, 1, 1, tasks)
+    def room(self, tier: Tier) -> Room:
+        return Room(1, {}, 1, 1, tier.tasks)
 
     def full(self) -> bool:
         return False
@@ -8206,6 +8206,8 @@ class TinyQ:
 
     def _loop_elsewhere(self) -> asyncio.AbstractEventLoop | None:
         """The event loop in which this TinyQ runs, if it does; NotStarted in the thread of any event loop."""
+        if isinstance(self._engine, KitEngine):
+            return None
         if asyncio._get_running_loop() is not None:
             raise NotStarted(
                 "enqueue_sync() would block the event loop that runs in this thread, so nothing was stored: write `await "
@@ -8219,6 +8221,9 @@ class TinyQ:
     ) -> Job[Any]:
         """In this thread, without an event loop."""
         engine = self._engine
+        if isinstance(engine, KitEngine):
+            begun = self._begin(handler, name, args, kwargs, options)
+            return begun if isinstance(begun, Job) else at_once(self._insert(begun, options.get("tx")))
         if engine is not None and not engine.loop.is_closed():
             store = engine.durable_store
             outpost = Outpost(engine.config, self._handlers, store.path if store else None)

@@ -682,6 +682,15 @@ def test_enqueue_needs_no_event_loop(q: TinyQ, jobs: Kit, durable: bool) -> None
         assert (jobs.drain(), job.status) == (1, "done")
 
 
+def test_enqueue_sync_needs_no_file_in_a_test_nor_in_a_plain_handler(q: TinyQ, jobs: Kit, durable: bool) -> None:
+    task = register(q, int, name="int", durable=durable)
+    q.enqueue_sync(task)
+    task.options(delay=0).enqueue_sync()
+    task.enqueue_sync()
+    q.enqueue_sync(task.enqueue_sync)
+    assert (jobs.drain(), len(jobs.enqueued(task))) == (5, 4)
+
+
 def test_a_job_with_tx_needs_no_file_and_no_commit(q: TinyQ, jobs: Kit, tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "own.db", isolation_level=None)) as tx:
         tx.execute("BEGIN")
