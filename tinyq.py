@@ -83,7 +83,7 @@ import time
 import traceback
 import weakref
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import (
@@ -130,8 +130,8 @@ __all__ = [
     "NoResult", "NotStarted", "Options", "PayloadError", "PayloadTooLarge", "ProcessDied", "QueueFull", "Retry",
     "RetryAfter", "ScheduleStats", "ShuttingDown", "Snooze", "State", "Stats", "StoreBusy", "StoreError", "Task", "TinyQ",
     "TinyQError", "UnknownTask", "configure", "current_job", "dead", "drain", "enqueue", "enqueue_many", "enqueue_sync",
-    "every", "get", "health", "lifespan", "on_dead", "pause", "purge", "quiesce", "requeue", "resume", "run", "spawn",
-    "start", "stats", "stop", "task", "testing", "wake",
+    "every", "get", "health", "lifespan", "middleware", "on_dead", "on_enqueue", "pause", "purge", "quiesce", "requeue",
+    "resume", "run", "spawn", "start", "stats", "stop", "task", "testing", "wake",
 ]  # fmt: skip
 
 log = logging.getLogger("tinyq")
@@ -143,6 +143,8 @@ C_co = TypeVar("C_co", covariant=True)
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 HookT = TypeVar("HookT", bound="DeadHook")
+EnqueueHookT = TypeVar("EnqueueHookT", bound="EnqueueHook")
+MiddlewareT = TypeVar("MiddlewareT", bound="Middleware")
 
 
 # ── 2. Errors and signals ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -500,6 +502,9 @@ Promote = Literal[True, False, "interrupted"]
 OnLost = Literal["retry", "dead"]
 RunIn = Literal["process"]
 DeadHook = Callable[["Job[Any]"], object]
+EnqueueHook = Callable[[dict[str, str]], object]
+CallNext = Callable[["CurrentJob"], Awaitable[Any]]
+Middleware = Callable[["CurrentJob", CallNext], Coroutine[Any, Any, Any]]
 
 
 def as_retry(value: object) -> Retry:
@@ -536,6 +541,8 @@ class Options(TypedDict, total=False):
     result_ttl, failure_ttl: seconds that a result / a dead or cancelled job is kept. Defaults 0 and 7 days.
     on_lost: what becomes of a durable job whose worker died while it ran: "retry" (default), as long as attempts are left, or
         "dead" at once, without another start, for a handler that must not run twice on its own.
+    headers: a mapping from str to str that goes with the job and is not for its handler, such as a trace's id: see
+        `current_job().headers`. Stored with a durable job. At most 8,192 bytes of JSON.
     tx: your own open sqlite3 or aiosqlite connection to the same file, or SQLAlchemy's Session, Connection, AsyncSession or
         AsyncConnection on it: the job is written in its transaction, and exists if and only if you commit that. Durable by
         itself. For one call of `enqueue`, not for a task.
@@ -554,6 +561,7 @@ class Options(TypedDict, total=False):
     result_ttl: float | timedelta | None
     failure_ttl: float | timedelta | None
     on_lost: OnLost | None
+    headers: Mapping[str, str] | None
     tx: sqlite3.Connection | aiosqlite.Connection | HasTransactions | None
 
 
@@ -655,7 +663,7 @@ STARTED: Final = {"state": State.RUNNING, "attempts": 1, "claim_no": 1}
 
 
 class JobRow:
-    """One job. The fields down to `keep_until` are the columns of `tinyq_jobs`, in this order; the rest lives in this process.
+    """One job. The fields down to `progress` are the columns of `tinyq_jobs`, in this order; the rest lives in this process.
 
     Moments are integer microseconds since the epoch, UTC. A row is owned by the store that holds it. (Not a dataclass, since
     most of its many fields keep their defaults most of the time.)
@@ -675,7 +683,7 @@ class JobRow:
     payload: str | None = None
     payload_version: int = 1
     options: str | None = None  # JSON of what `enqueue` overrode for the run itself
-    headers: str | None = None  # reserved
+    headers: str | None = None  # JSON, what goes with the job besides its arguments; see headers_of
     key: str | None = None
     expires: int | None = None
     schedule: str | None = None
@@ -696,6 +704,7 @@ class JobRow:
     traceback: str | None = None
     result: str | None = None
     keep_until: int | None = None
+    progress: str | None = None  # JSON of what the running or last attempt has said: [fraction, message]
 
     durable: bool = False
     args: Sequence[Any] | None = None  # None: to be decoded from the payload
@@ -718,6 +727,7 @@ class JobRow:
     doubtful: bool = False  # it may turn out that its handler must not be called
     why: Why | None = None  # why it was told to stop
     note: str | None = None  # for the stored row, with the next renewal
+    reporter: Reporter | None = None  # if it is durable and has told of its progress
 
     def __init__(self, id: bytes, task: str, queue: str, priority: int, run_at: int, created: int, **others: Any) -> None:
         self.task, self.queue, self.priority, self.run_at, self.created = task, queue, priority, run_at, created
@@ -813,6 +823,7 @@ class Settings(Value):
     result_ttl: float = 0.0
     failure_ttl: float = 7 * 86400.0
     on_lost: OnLost = "retry"
+    headers: Mapping[str, str] | None = None
 
     @functools.cached_property
     def plain(self) -> bool:
@@ -839,6 +850,9 @@ class Handler(Record):
     options: Mapping[str, Any]
     promote: Promote | None = None
     run_in: RunIn | None = None
+    needs: Mapping[str, Dependency] = {}  # parameters that `signature` leaves out: they are filled in for each attempt
+    whole: inspect.Signature | None = None  # with them
+    direct: bool = False  # jobs may await `fn` as it is
     settings: Settings | None = None  # of a call without options of its own, once that has been asked
     learned: object = None  # the engine run that knows of it
     aliases: Sequence[str] = ()  # names that jobs of it were stored under
@@ -2069,6 +2083,21 @@ def connection(value: object, name: str) -> Any:
     )
 
 
+HEADERS: Final = 8_192  # bytes of JSON that the headers of a job may take: they travel with each claim
+
+
+def as_headers(value: object, name: str) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} is {value!r}: give a mapping from str to str")
+    for key, item in value.items():
+        if not isinstance(key, str) or not isinstance(item, str):
+            raise TypeError(f"{name} has {key!r}: {item!r}: give a str for a str")
+    headers = dict(value)
+    if (size := len(encode_json(headers))) > HEADERS:
+        raise ValueError(f"{name} take {size:,} bytes of JSON, and {HEADERS:,} is the most: store the data and pass its id")
+    return headers
+
+
 def expiry(value: object, name: str) -> float | datetime:
     if isinstance(value, datetime):
         as_moment(value, name)
@@ -2090,6 +2119,7 @@ CHECKS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "result_ttl": lambda value: duration(value, "result_ttl", infinite=True),
     "failure_ttl": lambda value: duration(value, "failure_ttl", infinite=True),
     "on_lost": lambda value: choice(value, "on_lost", "retry", "dead"),
+    "headers": lambda value: as_headers(value, "headers"),
     "tx": lambda value: connection(value, "tx"),
 }
 
@@ -2371,12 +2401,16 @@ def make_handler(
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
         signature = None  # some callables written in C do not tell
+    whole, (signature, needs) = signature, without_dependencies(name, fn, signature, options is not None)
     fewest, most = positional_bounds(signature)
     return Handler(
         name=text(name, "a task's name"),
         fn=fn,
         is_async=inspect.iscoroutinefunction(call),
         in_thread=not inspect.iscoroutinefunction(call),
+        needs=needs,
+        whole=whole,
+        direct=inspect.iscoroutinefunction(call) and not needs,
         registered=options is not None,
         signature=signature,
         fewest=fewest,
@@ -2439,6 +2473,10 @@ class Store(Protocol):
 
     async def confirm(self, claims: Sequence[tuple[int, int, str | None]], lease: int) -> None:
         """Return once a power cut could not take these claims along any more."""
+        ...
+
+    async def progress(self, reports: Sequence[tuple[int, int, str]]) -> Sequence[int]:
+        """Write how far (seq, claim_no, JSON) say that they have come. Answers the seqs still held; the others are left alone."""
         ...
 
     async def settle(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
@@ -2538,6 +2576,7 @@ REPLACED: Final = ("queue", "priority", "run_at", "payload", "payload_version", 
 FRESH: Final[Mapping[str, Any]] = {
     "state": State.PENDING, "attempts": 0, "snoozes": 0, "interruptions": 0, "lost": 0, "parked": None, "expires": None,
     "reason": None, "error": None, "traceback": None, "result": None, "keep_until": None, "finished": None, "cancel_at": None,
+    "progress": None,
 }  # fmt: skip
 
 
@@ -2556,6 +2595,8 @@ def apply(row: JobRow, change: Settlement, now: int) -> None:
     row.error, row.traceback, row.result = change.error, change.traceback, change.result
     row.finished, row.keep_until = (None, None) if change.state is State.PENDING else (now, change.keep_until)
     row.lease = row.ready = None
+    if row.progress is not None and change.state is State.PENDING:
+        row.progress = None  # the next attempt begins anew
 
 
 # ── 13. Memory store ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -2727,6 +2768,12 @@ class MemoryStore:
 
     async def confirm(self, claims: Sequence[tuple[int, int, str | None]], lease: int) -> None:
         """Nothing here outlives the process."""
+
+    async def progress(self, reports: Sequence[tuple[int, int, str]]) -> Sequence[int]:
+        held = [(row, text) for seq, claim_no, text in reports if (row := self._claimed(seq, claim_no)) is not None]
+        for row, text in held:
+            row.progress = text
+        return [row.seq for row, _ in held]
 
     async def settle(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
         return self.settle_now(settlements, now)
@@ -2972,17 +3019,16 @@ MIGRATIONS: Final = (
             id TEXT PRIMARY KEY, namespace TEXT NOT NULL, port INTEGER, started INTEGER NOT NULL, seen INTEGER NOT NULL
         ) STRICT""",
     ),
+    ("ALTER TABLE tinyq_jobs ADD COLUMN progress TEXT",),
 )
 
-INSERT: Final = (
-    f"INSERT INTO tinyq_jobs ({', '.join(c for c in COLUMNS if c != 'seq')}) "
-    f"VALUES ({', '.join(':' + c for c in COLUMNS if c != 'seq')})"
-)
+GIVEN: Final = [column for column in COLUMNS if column not in ("seq", "progress")]
+INSERT: Final = f"INSERT INTO tinyq_jobs ({', '.join(GIVEN)}) VALUES ({', '.join(f':{column}' for column in GIVEN)})"
 # What most jobs need. A job with a key, of a schedule or with a history takes the statement above.
 INSERT_NEW: Final = (
     "INSERT INTO tinyq_jobs (id, namespace, task, queue, lane, priority, run_at, created, state, ready, payload, "
-    "payload_version, options, expires, attempts, claim_no, snoozes, interruptions, lost) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'pending', ?, ?, ?, ?, ?, 0, 0, 0, 0, 0)"
+    "payload_version, options, headers, expires, attempts, claim_no, snoozes, interruptions, lost) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'pending', ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0)"
 )
 # The same for a job that is handed over: running from its first moment on.
 INSERT_HANDED: Final = (
@@ -3038,6 +3084,10 @@ EXTEND: Final = (
     "UPDATE tinyq_jobs SET lease = ?, error = coalesce(claim.value ->> 2, error) FROM json_each(?) AS claim "
     "WHERE seq = claim.value ->> 0 AND claim_no = claim.value ->> 1 AND state = 'running' RETURNING seq, cancel_at"
 )
+HOW_FAR: Final = (
+    "UPDATE tinyq_jobs SET progress = claim.value ->> 2 FROM json_each(?) AS claim "
+    "WHERE seq = claim.value ->> 0 AND claim_no = claim.value ->> 1 AND state = 'running' RETURNING seq"
+)
 STILL_HELD: Final = (
     "SELECT claim.key, job.task, job.key, job.cancel_at FROM json_each(?) AS claim CROSS JOIN tinyq_jobs AS job "
     "ON job.seq = claim.value ->> 0 WHERE job.claim_no = claim.value ->> 1 AND job.state = 'running' AND job.lease < ?"
@@ -3048,8 +3098,9 @@ DONE_WITH: Final = (
 )
 DELETE: Final = "DELETE FROM tinyq_jobs WHERE seq IN (SELECT value FROM json_each(?))"
 SETTLE: Final = (
-    "UPDATE tinyq_jobs SET state = ?, ready = ?, run_at = ?, attempts = ?, snoozes = ?, interruptions = ?, lost = ?, parked = ?, "
-    "reason = ?, error = ?, traceback = ?, result = ?, keep_until = ?, finished = ?, lease = NULL WHERE seq = ?"
+    "UPDATE tinyq_jobs SET state = ?1, ready = ?, run_at = ?, attempts = ?, snoozes = ?, interruptions = ?, lost = ?, "
+    "parked = ?, reason = ?, error = ?, traceback = ?, result = ?, keep_until = ?, finished = ?, lease = NULL, "
+    "progress = CASE WHEN ?1 <> 'pending' THEN progress END WHERE seq = ?"
 )
 RELEASE: Final = (
     "UPDATE tinyq_jobs SET run_at = min(run_at, ?), ready = CASE WHEN min(run_at, ?) > ? THEN 0 WHEN lost > 0 THEN 3 ELSE 1 END "
@@ -3070,7 +3121,8 @@ COUNTS: Final = (
     "SELECT queue, task, state, count(*), sum(ready IN (1, 3) OR (ready = 0 AND run_at <= ?)) FROM tinyq_jobs "
     "WHERE namespace = ? GROUP BY queue, task, state ORDER BY queue, task, state"
 )
-LIGHT: Final = ", ".join("NULL" if column in ("payload", "result") else column for column in COLUMNS)
+# What stands after a payload in the file cannot be read without it.
+LIGHT: Final = ", ".join("NULL" if column in ("payload", "result", "progress") else column for column in COLUMNS)
 # With the moment said twice SQLite begins where it is in the index: it does not look into a comparison of row values.
 DEAD_ROWS: Final = (
     f"SELECT {LIGHT} FROM tinyq_jobs WHERE namespace = :namespace AND state = 'dead' AND finished <= :finished "
@@ -3145,7 +3197,7 @@ def who_and_when(row: JobRow, namespace: str) -> tuple[Any, ...]:
 def insert_new(db: sqlite3.Connection, namespace: str, rows: Iterable[JobRow], now: int) -> None:
     values = [
         (*who_and_when(row, namespace), LATER if row.run_at > now else CLAIMABLE,
-         row.payload, row.payload_version, row.options, row.expires)
+         row.payload, row.payload_version, row.options, row.headers, row.expires)
         for row in rows
     ]  # fmt: skip
     db.executemany(INSERT_NEW, values)
@@ -3168,7 +3220,7 @@ def insert_all(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow], n
 def insert_handed(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow]) -> None:
     """Rows that are already leased to the worker who inserts them, and their numbers, which follow one another."""
     values = [
-        (*who_and_when(row, namespace), row.payload, row.payload_version, row.options, row.expires,
+        (*who_and_when(row, namespace), row.payload, row.payload_version, row.options, row.headers, row.expires,
          row.worker, row.lease, row.started)
         for row in rows
     ]  # fmt: skip
@@ -3313,6 +3365,10 @@ def unknown_heads(db: sqlite3.Connection, namespace: str, known: Iterable[str]) 
 
 def extend_leases(db: sqlite3.Connection, claims: Sequence[tuple[int, int, str | None]], lease: int) -> dict[int, int | None]:
     return dict(db.execute(EXTEND, (lease, encode_json(claims))).fetchall())
+
+
+def write_progress(db: sqlite3.Connection, reports: Sequence[tuple[int, int, str]]) -> list[int]:
+    return [seq for (seq,) in db.execute(HOW_FAR, (encode_json(reports),)).fetchall()]
 
 
 def settle_rows(
@@ -4092,6 +4148,9 @@ class SQLiteStore:
     async def confirm(self, claims: Sequence[tuple[int, int, str | None]], lease: int) -> None:
         await self._write(lambda db: extend_leases(db, claims, lease))  # a commit that waits for the disk covers those before it
 
+    async def progress(self, reports: Sequence[tuple[int, int, str]]) -> Sequence[int]:
+        return await self._write(lambda db: write_progress(db, reports), light=True)
+
     async def settle(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
         return await self._write(
             lambda db: self._note_settled(settlements, settle_rows(db, self._namespace, settlements, FOREVER, now), now)
@@ -4735,6 +4794,8 @@ class Tier(Record):
     wake: asyncio.Event
     claiming: bool = True
     waits_for_room: bool = False
+    app: object = None  # what was given to `lifespan`
+    middleware: Sequence[Middleware] = ()  # the first is outermost; grows while jobs run
     hungry: bool = False  # something due may have been left for lack of room: a slot that comes free is to wake it
     serves: frozenset[str] | None = None  # see Room
 
@@ -4744,6 +4805,121 @@ class Running(JobRow):
 
     handler: Handler  # pyright: ignore[reportIncompatibleVariableOverride]
     settings: Settings  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+def headers_of(row: JobRow) -> dict[str, str]:
+    """What goes with a job besides its arguments: its own, else those of its task. None of it, if a hand has spoilt it."""
+    if row.headers is None:
+        return dict(row.settings.headers or {}) if row.settings else {}
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        return as_headers(decode_json(row.headers), "headers")
+    return {}
+
+
+def as_progress(text: str | None) -> tuple[float, str | None] | None:
+    with contextlib.suppress(TypeError, ValueError, RecursionError):  # a hand may have written anything
+        fraction, message = decode_json(text or "")
+        return float(fraction), message if message is None else str(message)
+    return None
+
+
+PROGRESS_EVERY: Final = 0.25  # seconds between two writes of one job's progress
+PROGRESS_MESSAGE: Final = 500  # characters
+
+
+class Written:
+    """What `CurrentJob.progress` answers; it need not be awaited."""
+
+    def __init__(self, write: asyncio.Future[None] | None = None) -> None:
+        self._write = write
+
+    def __await__(self) -> Generator[Any, None, None]:
+        if self._write is not None:
+            yield from asyncio.shield(self._write).__await__()
+
+
+class Reporter:
+    """Writes what one attempt of a durable job tells of its progress: the first at once, and then at most one in each quarter of
+    a second, the latest. In the job's loop."""
+
+    def __init__(self, job: Running, loop: asyncio.AbstractEventLoop) -> None:
+        self._job, self._claim_no, self._loop = job, job.claim_no, loop
+        self._text: str | None = None  # handed to the store last
+        self._pause: asyncio.TimerHandle | None = None
+        self._writing: asyncio.Task[None] | None = None
+        self._warned = False
+
+    def report(self, at_once: bool) -> asyncio.Future[None] | None:
+        """Write what the job has said last, now or when the pause is over."""
+        if self._pause is not None and not at_once:
+            return None
+        self._text = cast(str, self._job.progress)
+        self._rest()
+        self._writing = self._loop.create_task(self._write(self._text), context=contextvars.Context())
+        return self._writing
+
+    def _rest(self) -> None:
+        if self._pause is None:
+            self._pause = self._loop.call_later(PROGRESS_EVERY, self._go_on, context=contextvars.Context())
+
+    def _go_on(self) -> None:
+        self._pause = None
+        if self._writing is not None and not self._writing.done():
+            self._rest()  # one at a time, while the store is slow
+        elif self._job.progress != self._text and self._is_alive():
+            self.report(False)
+
+    def _is_alive(self) -> bool:
+        job = self._job
+        return job.runner is not None and job.claim_no == self._claim_no and job.why not in ("lost", "abandoned")
+
+    async def _write(self, text: str) -> None:
+        if not self._is_alive():
+            return
+        try:
+            await self._job.tier.store.progress([(self._job.seq, self._claim_no, text)])
+        except Exception as error:
+            if not self._warned:
+                self._warned = True
+                log.warning("%s: its progress cannot be written: %s", label(self._job), error_text(error))
+
+    def close(self, kept: bool) -> tuple[int, int, str] | None:
+        """The attempt has ended: what is still to be written of it, if anything is kept of the job."""
+        if self._pause is not None:
+            self._pause.cancel()
+        job = self._job
+        job.reporter = None
+        return (job.seq, self._claim_no, job.progress) if kept and job.progress not in (None, self._text) else None
+
+
+def report_progress(job: Running, fraction: float, message: str | None = None) -> Written:
+    """What `CurrentJob.progress` does; in any thread."""
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
+        raise TypeError(f"progress is {fraction!r}: give a number from 0 to 1")
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"progress is {fraction!r}: give a number from 0 to 1")
+    if message is not None and not isinstance(message, str):
+        raise TypeError(f"the message of a progress is {message!r}: give a str")
+    runner = job.runner
+    if runner is None:  # it has ended: this is something that it has left behind
+        return Written()
+    job.progress = encode_json([float(fraction), message and message[:PROGRESS_MESSAGE]])
+    if not job.tier.durable:
+        return Written()
+    loop = runner.get_loop()
+
+    def report() -> asyncio.Future[None] | None:
+        if job.runner is not runner:
+            return None
+        if job.reporter is None:
+            job.reporter = Reporter(job, loop)
+        return job.reporter.report(at_once=fraction == 1)
+
+    if asyncio._get_running_loop() is loop:
+        return Written(report())
+    with contextlib.suppress(RuntimeError):  # the loop was closed
+        loop.call_soon_threadsafe(report)
+    return Written()
 
 
 class CurrentJob:
@@ -4783,6 +4959,27 @@ class CurrentJob:
     def cancelled(self) -> bool:
         """Whether the job has been told to stop: a plain function in a thread should look now and then."""
         return self._job.why is not None
+
+    @property
+    def app(self) -> Any:
+        """The application that was given to `lifespan`; None if there was none."""
+        return self._job.tier.app
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """What goes with the job besides its arguments: the option `headers`, and what `on_enqueue` hooks have added. The same
+        over retries."""
+        return headers_of(self._job)
+
+    def progress(self, fraction: float, message: str | None = None) -> Awaitable[None]:
+        """Tell how far the job has come: from 0 to 1, with a message (cut after 500 characters). Read it as `Job.progress`.
+
+        It counts at once for handles in this process. For those in others it is written with a durable job: the first at once,
+        then the latest one about every 0.25 s, and 1 always; awaited, this returns when it has been written, or at once if it is
+        going to be within that time. It need not be awaited, so plain functions may call it from their threads. Each attempt
+        starts with none. A store that fails is one WARNING. Raises TypeError, or ValueError if it is not between 0 and 1.
+        """
+        return report_progress(self._job, fraction, message)
 
 
 _current: contextvars.ContextVar[Running] = contextvars.ContextVar("tinyq_current_job")
@@ -4865,7 +5062,132 @@ async def call_in_thread(job: Running, threads: Threads, call: Callable[[], Any]
 
 
 # ── 22. Running one job: what its handler depends on ──────────────────────────────────────────────────────────────────
-# FastAPI's `Depends` on a handler's parameters.
+# FastAPI's `Depends` on a handler's parameters: recognised at registration and left out of what callers give; called for each
+# attempt, and closed when that ends. FastAPI is not imported: who writes `Depends` has done that.
+
+REQUEST_BOUND: Final = {"Request", "WebSocket", "HTTPConnection", "Response", "BackgroundTasks", "SecurityScopes"}
+
+
+class Dependency(NamedTuple):
+    """One `Depends`: what is called, and what its own parameters depend on."""
+
+    call: Callable[..., Any]
+    use_cache: bool
+    needs: Mapping[str, Dependency]
+
+
+def body_of(call: Any) -> Any:
+    """The function that runs when this is called; the class, if that is one."""
+    while isinstance(call, functools.partial):
+        call = call.func
+    return call if inspect.isroutine(call) or isinstance(call, type) else type(call).__call__
+
+
+def hint_of(parameter: inspect.Parameter, call: Any) -> Any:
+    """Its annotation; as text, if that names what cannot be found."""
+    hint, body = parameter.annotation, body_of(call)
+    with contextlib.suppress(Exception):
+        if isinstance(hint, str):
+            function = inspect.unwrap(getattr(body, "__init__", body) if isinstance(body, type) else body)
+            hint = eval(hint, getattr(function, "__globals__", {}))
+        hint = getattr(hint, "__value__", hint)  # of a `type` statement
+    return hint
+
+
+def is_of_request(kind: Any, default: object) -> bool:
+    """Whether only a request has this: such a parameter, or a default such as FastAPI's Query()."""
+    kinds = [base for base in getattr(kind, "__mro__", ()) if base.__module__.partition(".")[0] in ("starlette", "fastapi")]
+    return type(default).__module__ == "fastapi.params" or any(base.__name__ in REQUEST_BOUND for base in kinds)
+
+
+def needs_of(call: Any, signature: inspect.Signature, where: str, strict: bool, given: bool = False) -> dict[str, Dependency]:
+    """What the parameters with a `Depends` depend on. TypeError for those that only a request could fill in, if that is looked
+    at (`strict`), and those that nothing fills in, unless callers do (`given`)."""
+    marker_type = getattr(sys.modules.get("fastapi.params"), "Depends", ())
+    needs = {}
+    for name, parameter in signature.parameters.items():
+        hint = hint_of(parameter, call)
+        marks, kind = getattr(hint, "__metadata__", ()), getattr(hint, "__origin__", hint)
+        kind = kind if marks else hint
+        marker = next((mark for mark in (parameter.default, *marks) if isinstance(mark, marker_type)), None)
+        if marker is not None:
+            needs[name] = dependency_of(marker.dependency or kind, marker.use_cache, f"{where}{name}")
+        elif strict and is_of_request(kind, parameter.default):
+            raise TypeError(
+                f"{where}{name} ({getattr(kind, '__name__', kind)}) belongs to a request, which is over when the job runs: "
+                "take what is needed out of it in the route, and pass that"
+            )
+        elif not given and parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD,
+        ):  # fmt: skip
+            raise TypeError(f"{where}{name} has no default and no Depends, and no request fills it in for a job: give it one")
+    return needs
+
+
+def dependency_of(call: Any, use_cache: bool, where: str) -> Dependency:
+    if not callable(call):
+        raise TypeError(f"{where} depends on {call!r}, which is not callable: write Depends(f)")
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):
+        signature = inspect.Signature()
+    return Dependency(call, use_cache, needs_of(call, signature, f"{where}: ", strict=True))
+
+
+def without_dependencies(
+    name: str, fn: Any, signature: inspect.Signature | None, registered: bool
+) -> tuple[inspect.Signature | None, Mapping[str, Dependency]]:
+    """What callers give, and what is filled in for them."""
+    if signature is None or "starlette" not in sys.modules:
+        return signature, {}
+    needs = needs_of(fn, signature, f"task {name!r}: ", strict=registered, given=True)
+    others = [parameter for parameter in signature.parameters.values() if parameter.name not in needs]
+    return (signature.replace(parameters=others) if needs else signature), needs
+
+
+class Provider:
+    """Calls what one attempt of a job depends on, each dependency once; `stack` closes it."""
+
+    def __init__(self, job: Running, threads: Threads, stack: contextlib.AsyncExitStack) -> None:
+        self._job, self._threads, self._stack = job, threads, stack
+        self._overrides: Mapping[Any, Any] = getattr(job.tier.app, "dependency_overrides", None) or {}
+        self._known: dict[Any, Any] = {}
+
+    async def provide(self, needs: Mapping[str, Dependency]) -> dict[str, Any]:
+        return {name: await self._one(need) for name, need in needs.items()}
+
+    async def _one(self, need: Dependency) -> Any:
+        if need.use_cache and need.call in self._known:
+            return self._known[need.call]
+        call = self._overrides.get(need.call, need.call)
+        if call is not need.call:
+            need = need._replace(needs=dependency_of(call, True, f"task {self._job.task!r}: {call!r}").needs)
+        given = await self.provide(need.needs)
+        value = await self._enter(call, given)
+        if self._job.why is not None:  # told to stop meanwhile, for which a thread does not end
+            raise asyncio.CancelledError
+        self._known.setdefault(need.call, value)
+        return value
+
+    async def _enter(self, call: Any, given: Mapping[str, Any]) -> Any:
+        body, context = body_of(call), contextvars.copy_context()
+        if inspect.isasyncgenfunction(body):
+            return await self._stack.enter_async_context(contextlib.asynccontextmanager(call)(**given))
+        if inspect.iscoroutinefunction(body):
+            return await call(**given)
+
+        async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
+            value, error = await call_in_thread(self._job, self._threads, functools.partial(context.run, function, *args))
+            if error is not None:
+                raise error
+            return value
+
+        if not inspect.isgeneratorfunction(body):
+            return await in_thread(functools.partial(call, **given))
+        manager = contextlib.contextmanager(call)(**given)
+        value = await in_thread(manager.__enter__)
+        self._stack.push_async_exit(functools.partial(in_thread, manager.__exit__))
+        return value
 
 
 # ── 23. Running one job: a process of its own ─────────────────────────────────────────────────────────────────────────
@@ -4901,7 +5223,9 @@ def move_to_process(handler: Handler, run_in: RunIn) -> None:
     if fn.__module__ == "__main__":
         main_program(where)
         sys.modules.setdefault("__mp_main__", sys.modules["__main__"])  # as it is called in a child, see main_program
-    handler.run_in, handler.in_thread = run_in, False
+    if handler.needs:
+        raise TypeError(f"{where} leaves no way for {', '.join(handler.needs)}: what a Depends gives stays in this process")
+    handler.run_in, handler.in_thread, handler.direct = run_in, False, False
 
 
 def main_program(where: str) -> tuple[bool, str]:
@@ -5203,10 +5527,98 @@ def prepare_call(job: Running, clock: Clock) -> Outcome | Arguments:
 def check_call(handler: Handler, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """TypeError unless the handler takes these arguments."""
     if (kwargs or not handler.fewest <= len(args) <= handler.most) and handler.signature is not None:
+        for name in handler.needs:
+            if name in kwargs:
+                raise TypeError(f"task {handler.name!r}: {name} is not for callers: its Depends fills it in for each attempt")
         try:
             handler.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"task {handler.name!r} does not take these arguments: {error}") from None
+
+
+Ended = tuple[Any, BaseException | None]  # what a call returned, or what it raised
+
+
+async def call_in_its_place(job: Running, threads: Threads, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ended:
+    """The handler itself, in the loop, in a thread or in a process of its own."""
+    handler = job.handler
+    if handler.run_in is not None and not threads.inline:
+        return await call_in_process(job, threads, args, kwargs)
+    if handler.is_async:
+        return await handler.fn(*args, **kwargs), None
+    value, error = await call_in_thread(job, threads, functools.partial(handler.fn, *args, **kwargs))
+    return (await value if inspect.isawaitable(value) else value), error
+
+
+async def call_with_dependencies(job: Running, threads: Threads, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ended:
+    """The handler with what it depends on. Its error is thrown into generators; one that swallows it makes no success of it."""
+    handler, failure = job.handler, cast("BaseException | None", None)
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                provided = await Provider(job, threads, stack).provide(handler.needs)
+                given = cast(inspect.Signature, handler.signature).bind(*args, **kwargs).arguments
+                call = inspect.BoundArguments(cast(inspect.Signature, handler.whole), cast(Any, {**given, **provided}))
+                value, failure = await call_in_its_place(job, threads, call.args, call.kwargs)
+                if failure is None:
+                    return value, None
+                raise failure
+            except BaseException as raised:
+                failure = raised
+                raise
+        return None, failure
+    finally:
+        del failure  # its traceback holds this frame
+
+
+async def call_around(job: Running, threads: Threads, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ended:
+    """The handler with its dependencies, inside of the middleware, inside of which a thread's error is raised like any other."""
+
+    async def innermost(_: CurrentJob) -> Any:
+        call = call_with_dependencies if job.handler.needs else call_in_its_place
+        value, error = await call(job, threads, args, kwargs)
+        if error is not None:
+            raise error
+        return value
+
+    call_next: CallNext = innermost
+    for function in reversed(job.tier.middleware):
+        call_next = functools.partial(pass_on, function, call_next)
+    try:
+        return await call_next(CurrentJob(job)), None
+    except BaseException as raised:
+        if job.handler.is_async:
+            raise
+        # No coroutine can raise StopIteration: Python makes it the cause of a RuntimeError.
+        stopped = isinstance(raised, RuntimeError) and isinstance(raised.__cause__, StopIteration)
+        return None, raised.__cause__ if stopped else raised
+
+
+def pass_on(function: Middleware, call_next: CallNext, job: CurrentJob) -> Awaitable[Any]:
+    return function(job, call_next)
+
+
+def check_middleware(function: Any) -> None:
+    if not callable(function) or not inspect.iscoroutinefunction(body_of(function)):
+        raise TypeError(f"middleware() takes an async function, `async def mw(job, call_next)`, and this is {function!r}")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise TypeError(f"middleware() takes an async function of (job, call_next), and {function!r} is none: {error}") from None
+
+
+def add_headers(row: JobRow, hooks: Sequence[EnqueueHook]) -> None:
+    """Let the hooks add to the headers of a new job, in the context of whoever enqueues it."""
+    headers = headers_of(row)
+    for hook in hooks:
+        changed = dict(headers)
+        try:
+            hook(changed)
+            headers = as_headers(changed, "headers")
+        except Exception as error:
+            log.warning("on_enqueue hook %r failed for a job of task %s, which goes on: %s", hook, row.task, error_text(error))
+    if headers or row.headers is not None:
+        row.headers = encode_json(headers)
 
 
 async def call_handler(job: Running, threads: Threads, clock: Clock, ended: Callable[[Running, Outcome], None]) -> None:
@@ -5227,14 +5639,12 @@ async def call_handler(job: Running, threads: Threads, clock: Clock, ended: Call
         if job.why is not None:  # told to stop between the claim and this line
             raise asyncio.CancelledError
         error: BaseException | None = None
-        if job.handler.run_in is not None and not threads.inline:
-            value, error = await call_in_process(job, threads, args, kwargs)
-        elif job.handler.is_async:
-            value = await job.handler.fn(*args, **kwargs)
+        handler, middleware = job.handler, job.tier.middleware
+        if handler.direct and not middleware:
+            value = await handler.fn(*args, **kwargs)
         else:
-            value, error = await call_in_thread(job, threads, functools.partial(job.handler.fn, *args, **kwargs))
-            if inspect.isawaitable(value):
-                value = await value
+            call = call_around if middleware or handler.needs else call_in_its_place
+            value, error = await call(job, threads, args, kwargs)
         outcome = outcome_of(error) if error is not None else DONE if value is None else Outcome("done", value)
     except BaseException as raised:
         if isinstance(raised, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -5815,6 +6225,8 @@ class Crew:
         if not batch:
             return math.inf
         try:
+            if last_words := [words for job, _, change in batch if job.reporter and (words := job.reporter.close(change.keep))]:
+                await tier.store.progress(last_words)
             states = await tier.store.settle([change for _, _, change in batch], now)
         except BaseException as error:
             if isinstance(error, Exception):
@@ -5912,7 +6324,7 @@ class Crew:
         self._watch = None
         if self.running:
             due = loop.time() + WATCH
-            self._watch = loop.call_at(due, self._watch_loop, due)
+            self._watch = loop.call_at(due, self._watch_loop, due, context=contextvars.Context())  # of nobody's request
 
     def stop_watching(self) -> None:
         if self._watch is not None:
@@ -6109,7 +6521,7 @@ class Scheduler:
 # What lives between `start` and `stop` is the engine, told in three layers. This one holds the stores and the crew, makes rows
 # and inserts them, and knows the bounds of what waits in memory.
 
-PER_JOB: Final = {"key", "run_at", "delay", "expires", "tx"}  # options with hardly ever the same value twice
+PER_JOB: Final = {"key", "run_at", "delay", "expires", "headers", "tx"}  # options with hardly ever the same value twice
 WAIT_FOR_ROOM: Final = 5.0  # seconds that an enqueue waits while max_pending jobs do
 HOOK_TIME: Final = 30.0  # seconds that an on_dead hook may take
 HOOKS: Final = 10  # on_dead hooks that run at once; the others wait
@@ -6216,6 +6628,8 @@ class Intake:
             row.payload = encode_call(handler, name, call, self.config.max_payload)
             if overrides:
                 row.options = encode_overrides(name, overrides)
+            if settings.headers is not None:
+                row.headers = encode_json(settings.headers)
         else:
             row.args, row.kwargs = call
             row.context = contextvars.copy_context()
@@ -6804,6 +7218,8 @@ class Inquiries(Intake):
         run_options = ("retry", *STORED_OPTIONS)
         overrides = {name: getattr(settings, name) for name in run_options if getattr(settings, name) != getattr(usual, name)}
         stored = row.but(durable=True, on_conflict="reuse", waiters=None, args=None, context=None)
+        headers = headers_of(row)
+        stored.headers = encode_json(headers) if headers else None
         try:
             stored.payload = encode_call(row.handler, row.task, (row.args or (), row.kwargs), self.config.max_payload)
             stored.options = encode_overrides(row.task, overrides)
@@ -6878,6 +7294,8 @@ class Engine(Inquiries):
                 tasks=self.durable_tasks,
                 wake=asyncio.Event(),
                 claiming=self.config.worker,
+                app=self.memory.app,
+                middleware=self.memory.middleware,
                 hungry=self.config.worker,  # what it left is not known before the first claim
                 serves=self.config.serves,
             )
@@ -7597,6 +8015,15 @@ class Job(Generic[R_co]):
         return self._row.reason
 
     @property
+    def progress(self) -> tuple[float, str | None] | None:
+        """What its handler has told of this attempt (from 0 to 1, and a message), None if nothing; see `CurrentJob.progress`.
+
+        Like `status`, it is live for a job that runs in this process. It stays as long as a finished job is kept; a job that is
+        to run again has none. A dead job that `dead` lists may come without.
+        """
+        return as_progress(self._row.progress)
+
+    @property
     def run_at(self) -> datetime:
         """When it was, or is, to start."""
         return cast(datetime, as_datetime(self._row.run_at))
@@ -7938,6 +8365,9 @@ class TinyQ:
         self._of_functions: dict[Any, Handler] = {}
         self._schedules: list[Schedule] = []
         self._dead_hooks: list[Handler] = []
+        self._enqueue_hooks: list[EnqueueHook] = []
+        self._middleware: list[Middleware] = []
+        self._app: object = None  # while `lifespan` runs
         self._engine: Engine | None = None
         self._inherited: Engine | None = None  # in a forked child: that of the parent
         self._starting = False
@@ -8095,6 +8525,36 @@ class TinyQ:
         self._dead_hooks.append(hook_from(hook))
         return hook
 
+    def on_enqueue(self, hook: EnqueueHookT, /) -> EnqueueHookT:
+        """Have a plain function called with the headers of each job that is enqueued, to add to them, such as
+        `opentelemetry.propagate.inject`.
+
+        It is called in the context (and the thread) of whoever enqueues, before anything is stored, with a `dict[str, str]` that
+        starts as the option `headers`; the job finds the result as `current_job().headers`. Jobs that a schedule makes have
+        nobody who enqueues them: it is not called for those. If it fails, or leaves what is no header, that is one WARNING, and
+        the job goes on without. Raises TypeError for what is not callable, or is async.
+        """
+        if not callable(hook) or inspect.iscoroutinefunction(hook):
+            raise TypeError(
+                f"on_enqueue() takes a plain function of a dict of headers, which is not awaited, and this is {hook!r}"
+            )
+        self._enqueue_hooks.append(hook)
+        self._plans.clear()
+        return hook
+
+    def middleware(self, function: MiddlewareT, /) -> MiddlewareT:
+        """Have an async function called around each attempt of every job: `async def mw(job, call_next)`.
+
+        `job` is its CurrentJob, and `await call_next(job)` runs the handler (or the next middleware; the first one registered is
+        outermost) and returns its result. Errors come through as they are, Snooze, RetryAfter and Cancel among them, and a
+        timeout as asyncio.CancelledError; what the middleware returns or raises counts as the handler's own. It runs within the
+        job's context and its timeout. Jobs of which no handler is called (expired, parked, undecodable) do not pass through it.
+        Registered while jobs run, it is there for the next one. Raises TypeError for what is not an async function of two.
+        """
+        check_middleware(function)
+        self._middleware.append(function)
+        return function
+
     def _scheduled_task(self, fn: Any, options: Mapping[str, Any], own: Mapping[str, Any]) -> Task[..., Any, Any]:
         """The function as a task of its own, with a single start by default; a Task as it is, with its own options."""
         bare = fn._handler if isinstance(fn, Task) else make_handler(fn)
@@ -8160,7 +8620,8 @@ class TinyQ:
         begun = self._begin(found, name, args, kwargs, checked)
         if isinstance(begun, Job):
             return begun
-        if begun.durable and begun.settings is not None and begun.settings.plain and not kwargs and not checked.keys() & PER_JOB:
+        usual = begun.headers is None and not self._enqueue_hooks and not kwargs and not checked.keys() & PER_JOB
+        if usual and begun.durable and begun.settings is not None and begun.settings.plain:
             self._remember(fn, given, begun)
         return await self._insert(begun, checked.get("tx"))
 
@@ -8304,7 +8765,12 @@ class TinyQ:
             engine = self._running()
         if handler is not None and handler.learned is engine.mark and not options and not kwargs:  # what most calls are
             settings = handler.settings
-            if settings is not None and settings.simple and handler.fewest <= len(args) <= handler.most:
+            if (
+                settings is not None
+                and settings.simple
+                and handler.fewest <= len(args) <= handler.most
+                and not self._enqueue_hooks
+            ):
                 if args and not UNBOUND.issuperset(map(type, args)):
                     engine.look_at(name, args)
                 simple = SimpleRow(handler, settings, args, engine.clock.time())
@@ -8359,7 +8825,10 @@ class TinyQ:
                 engine.learn(handler)
         if settings.durable:
             engine.require_durable()
-        return engine.make_row(handler, name, settings, (args, kwargs), options)
+        row = engine.make_row(handler, name, settings, (args, kwargs), options)
+        if self._enqueue_hooks:
+            add_headers(row, self._enqueue_hooks)
+        return row
 
     async def enqueue_many(self, items: Iterable[tuple[Any, ...]], **options: Unpack[Options]) -> list[Job[Any]]:
         """Enqueue many calls at once, all or none: items are (task, args) or (task, args, kwargs). Options hold for all.
@@ -8448,6 +8917,8 @@ class TinyQ:
             raise AlreadyStarted("this TinyQ runs already: one lifespan (or start, or testing) at a time")
 
     def _call_dead_hooks(self, engine: Engine, config: Config) -> None:
+        for tier in engine.crew.tiers:
+            tier.app, tier.middleware = self._app, self._middleware
         configured = () if config.on_dead is None else (hook_from(config.on_dead),)
         engine.crew.after_death = lambda row: engine.call_hooks(
             (*configured, *self._dead_hooks), Job(engine, row, False), label(row)
@@ -8497,10 +8968,20 @@ class TinyQ:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: object = None) -> AsyncIterator[dict[str, TinyQ]]:
-        """Start, yield {"tinyq": self} (which Starlette merges into `request.state`), stop. Works without an app, too."""
+        """Start, yield {"tinyq": self} (which Starlette merges into `request.state`), stop. Works without an app, too.
+
+        `app` is what jobs find as `current_job().app`, and whose `dependency_overrides` hold for their dependencies.
+        """
         refuse_path(app)
-        async with self:
+        self._app = app
+        try:
+            await self.start()
+        finally:
+            self._app = None
+        try:
             yield {"tinyq": self}
+        finally:
+            await self.__aexit__()
 
     @contextlib.contextmanager
     def testing(self, *, at: datetime | None = None) -> Iterator[Kit]:
@@ -8651,7 +9132,10 @@ def registration(name: str | None, aliases: object, promote: object, run_in: obj
 def hook_from(hook: Any) -> Handler:
     if not callable(hook):
         raise TypeError(f"on_dead() takes a function of the dead Job, and this is {hook!r}")
-    return make_handler(hook.fn if isinstance(hook, Task) else hook)
+    handler = make_handler(hook.fn if isinstance(hook, Task) else hook)
+    if handler.needs:
+        raise TypeError(f"on_dead() takes a function of the dead Job, and {hook!r} has a Depends, which only jobs have filled in")
+    return handler
 
 
 def names_from(aliases: object) -> list[str]:
@@ -8731,6 +9215,8 @@ purge = _default.purge
 pause = _default.pause
 resume = _default.resume
 on_dead = _default.on_dead
+on_enqueue = _default.on_enqueue
+middleware = _default.middleware
 wake = _default.wake
 testing = _default.testing
 

@@ -1,4 +1,4 @@
-"""A file of schema version 1 is brought forward with all that it holds."""
+"""A file of an older schema version is brought forward with all that it holds."""
 
 import asyncio
 import sqlite3
@@ -88,7 +88,7 @@ def rows(path: Path, sql: str) -> list[Any]:
 
 
 async def test_every_job_of_an_old_file_is_kept_as_it_was(old: Path) -> None:
-    columns = ", ".join(name for name in tinyq.COLUMNS if name != "lane")
+    columns = ", ".join(name for name in tinyq.COLUMNS if name not in ("lane", "progress"))
     before = rows(old, f"SELECT {columns} FROM tinyq_jobs ORDER BY seq")
     async with TinyQ(old, worker=False):
         pass
@@ -131,4 +131,21 @@ async def test_an_old_file_ends_with_the_tables_of_a_new_one(old: Path, tmp_path
     assert [row for row in rows(old, schema) if row[1] not in ("tinyq_meta", "tinyq_schedules")] == [
         row for row in rows(new, schema) if row[1] not in ("tinyq_meta", "tinyq_schedules")
     ]
-    assert rows(old, "SELECT * FROM tinyq_meta") == rows(new, "SELECT * FROM tinyq_meta") == [("schema", 2)]
+    assert rows(old, "SELECT * FROM tinyq_meta") == rows(new, "SELECT * FROM tinyq_meta") == [("schema", 3)]
+
+
+async def test_the_jobs_of_a_file_of_version_2_have_told_of_no_progress(tmp_path: Path) -> None:
+    path = tmp_path / "second.db"
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        for statement in (*tinyq.MIGRATIONS[0], *tinyq.MIGRATIONS[1]):
+            db.execute(statement)
+        db.execute("INSERT INTO tinyq_meta VALUES ('schema', 2)")
+        insert(db, 1, lane=0)
+        assert "progress" not in [name for _, name, *_ in db.execute("PRAGMA table_info(tinyq_jobs)")]
+        db.commit()
+    async with TinyQ(path, worker=False) as q:
+        job = await q.get((bytes([1]) * 16).hex())
+        assert (job.task, job.progress) == ("note", None)
+    assert rows(path, "SELECT progress FROM tinyq_jobs") == [(None,)]
+    assert rows(path, "SELECT value FROM tinyq_meta") == [(3,)]

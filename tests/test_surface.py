@@ -26,7 +26,7 @@ SIGNALS = {"Snooze", "RetryAfter", "Cancel"}
 VALUES = {"State", "Retry", "Options", "Task", "TinyQ", "Job", "CurrentJob", "Count", "ScheduleStats", "Stats", "Clock", "Health"}
 VERBS = {
     "task", "every", "enqueue", "enqueue_many", "spawn", "start", "stop", "quiesce", "drain", "run", "lifespan", "get", "stats",
-    "requeue", "dead", "purge", "pause", "resume", "on_dead", "health", "wake", "testing",
+    "requeue", "dead", "purge", "pause", "resume", "on_dead", "health", "wake", "testing", "on_enqueue", "middleware",
     "enqueue_sync",
 }  # fmt: skip
 
