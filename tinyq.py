@@ -86,6 +86,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from types import SimpleNamespace
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -103,6 +104,7 @@ from typing import (
     Unpack,
     cast,
     dataclass_transform,
+    get_type_hints,
     overload,
 )  # fmt: skip
 
@@ -5089,7 +5091,8 @@ def hint_of(parameter: inspect.Parameter, call: Any) -> Any:
     with contextlib.suppress(Exception):
         if isinstance(hint, str):
             function = inspect.unwrap(getattr(body, "__init__", body) if isinstance(body, type) else body)
-            hint = eval(hint, getattr(function, "__globals__", {}))
+            asked = SimpleNamespace(__annotations__={"hint": hint})
+            hint = get_type_hints(asked, getattr(function, "__globals__", {}), include_extras=True)["hint"]
         hint = getattr(hint, "__value__", hint)  # of a `type` statement
     return hint
 
