@@ -5580,9 +5580,12 @@ async def call_around(job: Running, threads: Threads, args: Sequence[Any], kwarg
     async def innermost(_: CurrentJob) -> Any:
         call = call_with_dependencies if job.handler.needs else call_in_its_place
         value, error = await call(job, threads, args, kwargs)
-        if error is not None:
-            raise error
-        return value
+        try:
+            if error is not None:
+                raise error
+            return value
+        finally:
+            del error  # its traceback holds this frame
 
     call_next: CallNext = innermost
     for function in reversed(job.tier.middleware):
