@@ -506,6 +506,23 @@ async def test_a_hook_adds_headers_in_the_context_of_whoever_enqueues(q: TinyQ, 
     assert await (await q.enqueue(read, durable=durable, headers={"k": "v"})).result() == {"k": "v", **expected}
 
 
+@pytest.mark.parametrize("running", [True, False])
+def test_a_hook_is_called_in_the_thread_of_enqueue_sync(file: Path, running: bool) -> None:
+    q = TinyQ(file, worker=False)
+    q.on_enqueue(lambda headers: headers.update(request=request_id.get()))
+
+    async def serve() -> None:
+        async with q:
+            await asyncio.to_thread(q.enqueue_sync, "read", durable=True, headers={"k": "v"})
+
+    request_id.set("r1")
+    if running:
+        asyncio.run(serve())
+    else:
+        q.enqueue_sync("read", durable=True, headers={"k": "v"})
+    assert rows(file, "headers") == [('{"k":"v","request":"r1"}',)]
+
+
 async def test_a_hook_hears_of_calls_that_were_made_before_it_was_there(q: TinyQ, durable: bool) -> None:
     @q.task
     async def read() -> dict[str, str]:

@@ -513,3 +513,32 @@ async def test_what_is_no_dependency_is_refused() -> None:
         TinyQ().task(work)
     with pytest.raises(TypeError, match=r"on_dead\(\) takes a function of the dead Job"):
         TinyQ().on_dead(lambda job, it=Depends(generator): None)
+
+
+def in_a_process(it: Annotated[str, Depends(plain_function)]) -> str:
+    return it
+
+
+def test_a_process_of_its_own_is_given_no_dependencies() -> None:
+    with pytest.raises(TypeError, match="run_in='process' leaves no way for it: what a Depends gives stays in this process"):
+        TinyQ().task(run_in="process")(in_a_process)
+
+
+async def test_a_session_that_depends_is_no_argument_of_a_durable_job(q: TinyQ, durable: bool) -> None:
+    """One that were passed would be refused, or warned about."""
+    pytest.importorskip("aiosqlite")
+    from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+
+    engine = create_async_engine("sqlite+aiosqlite://")
+
+    async def get_session() -> AsyncIterator[AsyncSession]:
+        async with AsyncSession(engine) as session:
+            yield session
+
+    async def read(number: int, session: AsyncSession = Depends(get_session)) -> Any:
+        return (await session.connection()).dialect.name, number
+
+    try:
+        assert await run(q, read, 7, durable=durable) == ("sqlite", 7)
+    finally:
+        await engine.dispose()

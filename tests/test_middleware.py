@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import os
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -285,3 +286,30 @@ async def test_a_callable_object_will_do() -> None:
     async with asyncio.timeout(10), q:
         await (await q.enqueue(asyncio.sleep, 0)).result()
     assert counting.count == 1
+
+
+def other_process() -> int:
+    return os.getpid()
+
+
+def fail_in_process() -> None:
+    raise OSError("down")
+
+
+async def test_it_runs_here_around_a_handler_in_a_process_of_its_own(
+    q: TinyQ, durable: bool, raised: list[BaseException]
+) -> None:
+    here: list[int] = []
+
+    @q.middleware
+    async def note(job: CurrentJob, call_next: CallNext) -> Any:
+        here.append(os.getpid())
+        return await call_next(job)
+
+    well = await q.task(run_in="process")(other_process).options(durable=durable).enqueue()
+    badly = await q.task(run_in="process", retry=False)(fail_in_process).options(durable=durable).enqueue()
+    assert await well.result(30) not in here
+    with pytest.raises(tinyq.JobFailed, match="OSError: down"):
+        await badly.result(30)
+    assert here == [os.getpid()] * 2
+    assert [str(error) for error in raised] == ["down"]
