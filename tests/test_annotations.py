@@ -753,7 +753,10 @@ def request_bound() -> list[Any]:
 
 @pytest.mark.parametrize("value", request_bound(), ids=lambda value: type(value).__name__)
 def test_what_belongs_to_a_request_is_refused_by_name_for_a_durable_job(value: Any) -> None:
-    for annotation in (Any, type(value), UUID):
+    kinds = (
+        [type(value)] if isinstance(value, (AsyncSession, Session, UploadFile)) else []
+    )  # the others are no parameters of a task
+    for annotation in (Any, UUID, *kinds):
         with pytest.raises(PayloadError) as caught:
             tinyq.encode_call(handler(annotation), "send", ([value], {}), LIMIT)
         said = str(caught.value)

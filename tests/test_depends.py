@@ -542,3 +542,29 @@ async def test_a_session_that_depends_is_no_argument_of_a_durable_job(q: TinyQ, 
         assert await run(q, read, 7, durable=durable) == ("sqlite", 7)
     finally:
         await engine.dispose()
+
+
+def test_under_test_overrides_middleware_hooks_and_progress_are_there_as_well() -> None:
+    app, q, seen = FastAPI(), TinyQ(), list[object]()
+    app.dependency_overrides[plain_function] = lambda: "instead"
+    q.on_enqueue(lambda headers: headers.update(by="hook"))
+
+    @q.middleware
+    async def note(job: tinyq.CurrentJob, call_next: Any) -> Any:
+        seen.append(job.headers)
+        return await call_next(job)
+
+    @q.task(durable=True)
+    async def work(it: str = Depends(plain_function)) -> None:
+        await tinyq.current_job().progress(0.5)
+        seen.append((it, tinyq.current_job().app is app))
+
+    async def serve() -> None:
+        async with q.lifespan(app):
+            job = await work.enqueue()
+            await jobs.adrain()
+            seen.append(job.progress)
+
+    with q.testing() as jobs:
+        asyncio.run(serve())
+    assert seen == [{"by": "hook"}, ("instead", True), (0.5, None)]
