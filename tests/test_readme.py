@@ -1,12 +1,23 @@
 """Every code block of the README runs, and does what the text beside it says."""
 
+import ast
+import configparser
+import itertools
 import os
 import re
+import shlex
+import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import httpx
 import pytest
+from servers import Server, wait_until
+
+import tinyq
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -135,25 +146,402 @@ import sqlite3
 assert sqlite3.connect("jobs.db").execute("SELECT task, state, payload FROM tinyq_jobs").fetchall() == [
     ("shop.tasks.send_receipt", "pending", "[[7],{}]")]
 """,
+    "async def resize": """
+from fastapi.testclient import TestClient
+with TestClient(app) as client:
+    assert client.post("/images/7").status_code == 202
+answer = TestClient(app).post("/images/7")  # it has stopped
+assert (answer.status_code, answer.headers["Retry-After"]) == (503, "5"), answer.text
+""",
+    "import stripe": """
+import sqlite3
+with sqlite3.connect("shop.db") as db:
+    db.execute("CREATE TABLE done_jobs (id TEXT PRIMARY KEY)")
+    db.execute("CREATE TABLE customers (id INTEGER, points INTEGER)")
+    db.execute("INSERT INTO customers VALUES (1, 0)")
+db.close()
+def twice():
+    add_points(1, 5)
+    add_points(1, 5)
+async def drive():
+    async with tinyq.lifespan(db="jobs.db"):
+        job = await charge.options(retry=[0]).enqueue(7, 500)
+        await job.result()
+        assert stripe.requests == [job.id, job.id], stripe.requests  # the first answer was lost on its way
+        await (await tinyq.enqueue(twice)).result()
+        await (await add_points.enqueue(1, 20)).result()
+asyncio.run(drive())
+assert sqlite3.connect("shop.db").execute("SELECT points FROM customers").fetchall() == [(25,)]
+""",
+    "async def pack": """
+import sqlite3
+from fastapi.testclient import TestClient
+with TestClient(app) as client:
+    assert client.post("/orders/7").status_code == 202
+    while sqlite3.connect("shop.db").execute("SELECT id, status FROM orders").fetchall() != [(7, "packed")]:
+        pass
+""",
+    "async def index(document": """
+import sqlite3
+async def drive():
+    async with q:
+        for version in (1, 2, 3):
+            await save(1, version)
+        assert await reindex(1) is False
+        assert await reindex(2) is True
+        await q.drain()
+asyncio.run(drive())
+assert sqlite3.connect("jobs.db").execute("SELECT payload FROM tinyq_jobs").fetchall() == [("[[1,3],{}]",)]
+""",
+    "def back_up": """
+import tinyq
+q = tinyq.TinyQ("jobs.db")
+@q.task(durable=True, name="later")
+async def later(): ...
+async def drive():
+    async with q:
+        await q.enqueue_many([(later, ())] * 3, delay=3600)
+        await asyncio.to_thread(back_up, "jobs.db", "copy.db")
+        await later.options(delay=3600).enqueue()
+        assert (await q.stats()).count() == 4
+    async with tinyq.TinyQ("copy.db") as copy:
+        assert (await copy.stats()).count(task="later", state="pending") == 3
+    try:
+        back_up("jobs.db", "copy.db")
+    except sqlite3.OperationalError:
+        return
+    raise AssertionError("it wrote over a file")
+asyncio.run(drive())
+""",
+    "def include_name": """
+assert [name for name in ("orders", "tinyq_jobs", "tinyq_meta") if include_name(name, "table", {})] == ["orders"]
+assert include_name(None, "schema", {})
+""",
+    "async def count_signup": """
+from fastapi.testclient import TestClient
+import contextlib, io
+with contextlib.redirect_stdout(io.StringIO()) as output, TestClient(app) as client:
+    assert client.post("/signup/ann").status_code == 200
+assert sorted(output.getvalue().splitlines()) == ["signed up: ann", "welcome, ann"]
+
+from fastapi import BackgroundTasks
+called = []
+def send_welcome(user):
+    called.append("send_welcome")
+    raise ConnectionError
+def count_signup(user):
+    called.append("count_signup")
+app = FastAPI()
+exec(BEFORE)
+TestClient(app, raise_server_exceptions=False).post("/signup/ann")
+assert called == ["send_welcome"], called
+""",
+    "async def refresh_rates() -> None: ...\n\n\napp =": """
+from fastapi.testclient import TestClient
+with TestClient(app) as client:
+    client.portal.call(tinyq.drain)
+    [schedule] = client.portal.call(tinyq.stats).schedules
+    assert schedule.fired >= 1 and schedule.next.second == 0, schedule
+""",
+    "async def clean_up": """
+async def drive():
+    async with tinyq.lifespan():
+        return {schedule.name: schedule.next for schedule in (await tinyq.stats()).schedules}
+fires = asyncio.run(drive())
+assert fires[clean_up.name].minute % 5 == fires[clean_up.name].second == 0, fires
+assert fires[report.name].strftime("%H:%M:%S %Z") == "03:00:00 UTC", fires
+""",
+    'key="receipt-7"': """
+import sqlite3
+async def drive():
+    async with q:
+        await order()
+        await order()
+asyncio.run(drive())
+rows = sqlite3.connect("jobs.db").execute("SELECT state, run_at - created FROM tinyq_jobs").fetchall()
+assert rows == [("pending", 60_000_000)], rows
+""",
+    "def report(account: int) -> str": """
+async def drive():
+    async with q:
+        job = await order()
+        await q.drain()
+        [count] = (await q.stats()).counts
+        assert (count.queue, count.state, count.count) == ("reports", "done", 1), count
+asyncio.run(drive())
+""",
+    "retry=[60, 60]": """
+async def drive():
+    async with q:
+        await order()
+        await q.drain()
+        assert (await q.stats()).count() == 0
+        [schedule] = (await q.stats()).schedules
+        assert schedule.next.minute == schedule.next.second == 0, schedule
+        send_receipt(7)
+        assert (await q.stats()).count() == 0
+asyncio.run(drive())
+""",
 }
+
+# Blocks that run in servers of their own, further down: a word of each.
+SERVED = ("slow mail server", "class Worker(UvicornWorker)")
+
+STRIPE = """
+requests = []
+class PaymentIntent:
+    @staticmethod
+    def create(amount, currency, idempotency_key):
+        requests.append(idempotency_key)
+        if len(requests) == 1:
+            raise ConnectionError("the answer is lost")
+"""
+
+# Runs drive.py in each folder that it is told of, in a child process that has the slow imports behind it.
+RUNNER = """
+import os, runpy, signal, sys
+import fastapi.testclient, sqlalchemy.ext.asyncio, tinyq
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        os.chdir(line.strip())
+        output = os.open("output", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.path.insert(0, os.getcwd())
+        runpy.run_path("drive.py", run_name="__main__")
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def block(word: str) -> str:
+    """The one block with this word."""
+    [found] = [code for _, code in BLOCKS if word in code]
+    return str(found)
+
+
+def lines(word: str) -> list[list[str]]:
+    """The commands of a shell block, split as a shell does."""
+    return [shlex.split(line) for line in block(word).splitlines()]
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-W", "error", "-c", RUNNER]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 @pytest.mark.parametrize("word", DRIVES)
-def test_a_block_runs_and_does_what_it_says(word: str, tmp_path: Path) -> None:
-    [block] = [code for _, code in BLOCKS if word in code]
-    (tmp_path / "block.py").write_text(block)
-    (tmp_path / "drive.py").write_text("import asyncio\nfrom block import *\n" + DRIVES[word])
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", "drive.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert ended.returncode == 0, ended.stderr
+def test_a_block_runs_and_does_what_it_says(word: str, tmp_path: Path, runner: subprocess.Popen[str]) -> None:
+    before = dict(itertools.pairwise(code for _, code in reversed(BLOCKS)))[block(word)] if "BEFORE" in DRIVES[word] else ""
+    (tmp_path / "block.py").write_text(block(word))
+    (tmp_path / "drive.py").write_text(f"import asyncio\nfrom block import *\nBEFORE = {before!r}\n" + DRIVES[word])
+    (tmp_path / "stripe.py").write_text(STRIPE)
+    assert runner.stdin is not None and runner.stdout is not None
+    print(tmp_path, file=runner.stdin, flush=True)
+    assert runner.stdout.readline() == "0\n", (tmp_path / "output").read_text()
 
 
-def test_every_block_is_python_and_is_driven() -> None:
+def test_every_block_is_run() -> None:
     for language, code in BLOCKS:
-        assert language == "python"
-        assert sum(word in code for word in DRIVES) == 1, code
+        words = [word for word in (*DRIVES, *SERVED) if word in code]
+        assert len(words) == (language == "python"), (words, code)
+        assert language in ("python", "sh", "text", "ini", "yaml"), language
+
+
+@pytest.mark.parametrize("code", [code for language, code in BLOCKS if language == "text"])
+def test_what_stood_there_before_is_python(code: str) -> None:
+    compile(code, "before", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+# Servers
+
+
+class Command(Server):
+    """A server that is started by a command of the README, on a free port, in a folder of its own."""
+
+    def __init__(self, command: Sequence[str], folder: Path, **environment: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / "log"
+        where = ["--bind", f"127.0.0.1:{self.port}"] if "gunicorn" in command[0] else ["--port", str(self.port)]
+        paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, *where],
+                cwd=folder,
+                env={**os.environ, **paths, "PYTHONUNBUFFERED": "1", **environment},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        super().__exit__()
+
+
+# Beside the probes of the README: work that notes how it ends, and a response that does not.
+DEPLOYED = """
+import asyncio
+from pathlib import Path
+from fastapi.responses import StreamingResponse
+import tinyq
+from probes import app
+
+async def work():
+    mark("started")
+    try:
+        await asyncio.sleep(1)
+    except asyncio.CancelledError:
+        mark("cancelled")
+        raise
+    mark("completed")
+
+def mark(word):
+    with Path("marks").open("a") as marks:
+        print(word, file=marks)
+
+@tinyq.task(durable=True)
+async def store():
+    pass
+
+mark("imported")
+
+@app.post("/work")
+async def start_work():
+    await tinyq.enqueue(work)
+
+@app.post("/store")
+async def start_store():
+    return str((await store.enqueue()).status)
+
+@app.get("/stream")
+async def stream():
+    async def endless():
+        while True:
+            yield b"."
+            await asyncio.sleep(0.05)
+    return StreamingResponse(endless())
+"""
+
+
+@pytest.fixture
+def deployed(tmp_path: Path) -> Path:
+    """A folder with an application to deploy."""
+    (tmp_path / "main.py").write_text(DEPLOYED)
+    (tmp_path / "probes.py").write_text(block("async def stopping"))
+    return tmp_path
+
+
+def marks(folder: Path) -> list[str]:
+    file = folder / "marks"
+    return file.read_text().split() if file.exists() else []
+
+
+def stop_with_work_and_a_stream(server: Server, folder: Path) -> None:
+    httpx.post(server.url + "/work").raise_for_status()
+    wait_until("the job has started", lambda: "started" in marks(folder))
+    with httpx.stream("GET", server.url + "/stream", timeout=60) as response:
+        next(response.iter_bytes())
+        server.process.terminate()
+        server.wait_for_exit()
+
+
+def test_the_configuration_of_gunicorn_drains_behind_an_open_stream(deployed: Path) -> None:
+    configuration = block("class Worker(UvicornWorker)")
+    assert '"timeout_graceful_shutdown": 20' in configuration
+    (deployed / "gunicorn.conf.py").write_text(configuration.replace('shutdown": 20', 'shutdown": 0'))
+    [command] = lines("gunicorn main:app")
+    with Command(command, deployed, TINYQ_DB="jobs.db") as server:
+        stop_with_work_and_a_stream(server, deployed)
+    assert marks(deployed) == ["imported", "started", "completed"]  # once, before the workers were forked
+
+
+def test_the_unit_of_systemd_stops_workers_in_time(deployed: Path) -> None:
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(block("[Service]"))
+    service = unit["Service"]
+    command = shlex.split(service["ExecStart"])
+    assert command[0].endswith("/.venv/bin/uvicorn")
+    assert command[-2:] == ["--timeout-graceful-shutdown", "20"]
+    assert int(service["TimeoutStopSec"]) > 20 + grace() + 5
+    assert service["KillMode"] == "mixed"  # so SIGTERM reaches the parent alone, as here
+    name, _, _ = service["Environment"].partition("=")
+    with Command(["uvicorn", *command[1:]], deployed, **{name: "jobs.db"}) as server:
+        wait_until("all workers have started", lambda: server.log.read_text().count("startup complete") == 2)
+        httpx.post(server.url + "/work").raise_for_status()
+        wait_until("the job has started", lambda: "started" in marks(deployed))
+        server.process.terminate()
+        server.wait_for_exit()
+    assert marks(deployed) == ["imported", "imported", "started", "completed"]
+    assert (deployed / "jobs.db").exists()
+
+
+def test_the_pod_of_kubernetes_is_given_enough_time_to_drain_behind_an_open_stream(deployed: Path) -> None:
+    pod = block("terminationGracePeriodSeconds")
+    [command] = [[word.strip(' "') for word in words.split(",")] for words in re.findall(r"command: \[(.*)\]", pod)]
+    [hook] = re.findall(r"- python\n +- -c\n +- (.*)", pod)
+    [patience] = re.findall(r"terminationGracePeriodSeconds: (\d+)", pod)
+    [variable] = re.findall(r"name: (TINYQ_DB)", pod)
+    [alone] = lines("uvicorn main:app --timeout")
+    assert [word for word in command if word not in ("--host", "0.0.0.0")] == alone
+    assert command[-2:] == ["--timeout-graceful-shutdown", "20"]
+    assert hook.endswith("time.sleep(5)")
+    assert int(patience) > 5 + 20 + grace() + 5
+    with Command([*command[:-1], "0"], deployed, **{variable: "jobs.db"}) as server:
+        for path in re.findall(r"path: (/\w+), port: 8000", pod):
+            assert httpx.get(server.url + path).status_code == 200
+        code = hook.replace("8000", str(server.port)).replace("sleep(5)", "sleep(0)")
+        subprocess.run([sys.executable, "-c", code], check=True)
+        assert httpx.post(server.url + "/store").json() == "pending"  # not begun after the hook
+        stop_with_work_and_a_stream(server, deployed)
+    assert marks(deployed) == ["imported", "started", "completed"]
+
+
+def grace() -> float:
+    """Of a TinyQ to which none is given."""
+    return tinyq.Config(**tinyq.configure_from({}).__dict__).grace
+
+
+def test_the_first_hour_goes_as_it_is_written(tmp_path: Path) -> None:
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
+    shop = block("slow mail server")
+    assert "sleep(2)" in shop
+    (tmp_path / "shop.py").write_text(shop.replace("sleep(2)", "sleep(0.5)"))
+    [command] = lines(".venv/bin/uvicorn shop:app")
+    [order] = lines("curl -X POST")
+    with Command([str(tmp_path / command[0]), *command[1:]], tmp_path) as server:
+        assert order == ["curl", "-X", "POST", "127.0.0.1:8000/orders/7"]
+        assert len(httpx.post(server.url + "/orders/7").json()["job"]) == 36
+        server.process.send_signal(signal.SIGINT)
+        server.wait_for_exit()
+    assert "sent the receipt for order 7" in server.log.read_text()
+
+
+def test_tinyq_is_installed_as_it_is_written(tmp_path: Path) -> None:
+    environment, install, rest = lines("path/to/checkout\n")
+    subprocess.run([sys.executable, *environment[1:], "--without-pip"], cwd=tmp_path, check=True)
+    assert (tmp_path / install[0]).exists()
+    offline = {"PIP_DRY_RUN": "1", "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    for command, answer in ((install, "Would install tinyq-py-"), (rest, "already satisfied: uvicorn")):
+        words = [str(ROOT) if word == "path/to/checkout" else word for word in command[1:]]
+        done = subprocess.run([sys.executable, *words], env=os.environ | offline, capture_output=True, text=True, check=True)
+        assert answer in done.stdout
+
+
+# The text
 
 
 def test_the_first_example_is_within_the_first_twenty_lines() -> None:
@@ -164,3 +552,14 @@ def test_the_first_example_is_within_the_first_twenty_lines() -> None:
 def test_the_set_up_is_the_two_make_commands() -> None:
     set_up = README.split("## Set-up")[1].split("\n## ")[0]
     assert re.findall(r"`(make \w+)`", set_up) == ["make demo", "make test"]
+
+
+def test_links_within_the_page_lead_somewhere() -> None:
+    titles = re.findall(r"^#+ (.*)$", README, flags=re.M)
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    links = set(re.findall(r"\]\(#(.*?)\)", README))
+    assert links and links <= anchors
+
+
+def test_nobody_is_sent_to_the_other_project() -> None:
+    assert not re.search(r"pip install [\"']?tinyq(?!-py)", README)
