@@ -318,7 +318,7 @@ for line in sys.stdin:
 
 def block(word: str) -> str:
     """The one block with this word."""
-    [found] = [code for _, code in BLOCKS if word in code]
+    [found] = [code for _, code in BLOCKS if word in f"\n{code}"]
     return str(found)
 
 
@@ -515,12 +515,11 @@ def grace() -> float:
 
 
 def test_the_first_hour_goes_as_it_is_written(tmp_path: Path) -> None:
-    (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
     shop = block("slow mail server")
     assert "sleep(2)" in shop
     (tmp_path / "shop.py").write_text(shop.replace("sleep(2)", "sleep(0.5)"))
-    [command] = lines(".venv/bin/uvicorn shop:app")
+    [command] = lines("\n.venv/bin/uvicorn shop:app")
     [order] = lines("curl -X POST")
     with Command([str(tmp_path / command[0]), *command[1:]], tmp_path) as server:
         assert order == ["curl", "-X", "POST", "127.0.0.1:8000/orders/7"]
