@@ -141,6 +141,19 @@ with TestClient(app) as client:
     assert client.get("/alive").status_code == 200
 assert tinyq.health().reasons == ("tinyq has stopped",)
 """,
+    "def render": """
+if __name__ == "__main__":
+    async def drive():
+        async with q:
+            fine, crashed = await render.enqueue(1), await render.enqueue(13)
+            assert await fine.result() == "document 1, rendered"
+            try:
+                await crashed.result()
+            except tinyq.JobFailed as error:
+                assert "SIGSEGV" in str(error), error
+            assert crashed.status == "dead"
+    asyncio.run(drive())
+""",
     "shop.tasks.send_receipt": """
 import sqlite3
 assert sqlite3.connect("jobs.db").execute("SELECT task, state, payload FROM tinyq_jobs").fetchall() == [
