@@ -154,6 +154,22 @@ if __name__ == "__main__":
             assert crashed.status == "dead"
     asyncio.run(drive())
 """,
+    "async def bill": """
+from datetime import datetime
+from uuid import uuid4
+async def drive():
+    async with q:
+        items = [Item(name="tea", price="1.10"), Item(name="pot", price="2.20")]
+        assert await (await bill.enqueue(uuid4(), items, date(2030, 1, 1))).result() == Decimal("3.30")
+        assert await (await q.enqueue("shop.mail.send_bill", uuid4(), items, durable=True)).result() == Decimal("3.30")
+        try:
+            await bill.enqueue(uuid4(), [{"name": "tea"}])
+        except tinyq.PayloadError as error:
+            assert "items" in str(error), error
+        else:
+            raise AssertionError("that is no Item")
+asyncio.run(drive())
+""",
     "shop.tasks.send_receipt": """
 import sqlite3
 assert sqlite3.connect("jobs.db").execute("SELECT task, state, payload FROM tinyq_jobs").fetchall() == [
