@@ -115,6 +115,11 @@ from fastapi.testclient import TestClient
 with TestClient(app) as client:
     assert len(client.post("/login/ann").json()["job"]) == 36
 """,
+    "def remind": """
+import sqlite3
+assert sqlite3.connect("jobs.db").execute("SELECT task, payload FROM tinyq_jobs ORDER BY seq").fetchall() == [
+    ("remind", "[[1],{}]"), ("remind", "[[2],{}]"), ("remind", "[[3],{}]")]
+""",
     "async def place_order": """
 import sqlite3
 async def drive():
@@ -209,6 +214,9 @@ with TestClient(app) as client:
     assert client.post("/orders/7").status_code == 202
     while sqlite3.connect("shop.db").execute("SELECT id, status FROM orders").fetchall() != [(7, "packed")]:
         pass
+    assert TestClient(app, raise_server_exceptions=False).post("/orders/7").status_code == 500  # there is one
+    client.portal.call(tinyq.drain)
+    assert client.portal.call(tinyq.stats).count() == 0
 """,
     "async def index(document": """
 import sqlite3
