@@ -408,8 +408,10 @@ class Command(Server):
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.log = folder / "log"
-        where = ["--bind", f"127.0.0.1:{self.port}"] if "gunicorn" in command[0] else ["--port", str(self.port)]
+        self.log = folder / f"log of {Path(command[0]).name}"
+        self.command = command
+        options = {"gunicorn": ["--bind", f"127.0.0.1:{self.port}"], "uvicorn": ["--port", str(self.port)]}
+        where = options.get(Path(command[0]).name, [])
         paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -420,6 +422,12 @@ class Command(Server):
                 stderr=output,
                 start_new_session=True,
             )
+
+    def accepts(self) -> bool:
+        if "tinyq" not in self.command:
+            return super().accepts()
+        assert self.process.poll() is None, "the worker ended while starting"
+        return "worker of" in self.log.read_text()
 
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
@@ -507,7 +515,7 @@ def test_the_configuration_of_gunicorn_drains_behind_an_open_stream(deployed: Pa
 def test_the_unit_of_systemd_stops_workers_in_time(deployed: Path) -> None:
     unit = configparser.ConfigParser(interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
-    unit.read_string(block("[Service]"))
+    unit.read_string(block("KillMode=mixed"))
     service = unit["Service"]
     command = shlex.split(service["ExecStart"])
     assert command[0].endswith("/.venv/bin/uvicorn")
@@ -564,6 +572,44 @@ def test_the_first_hour_goes_as_it_is_written(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGINT)
         server.wait_for_exit()
     assert "sent the receipt for order 7" in server.log.read_text()
+
+
+def commands(word: str) -> Iterator[tuple[dict[str, str], list[str]]]:
+    """The commands of a shell block with the variables that are set before them."""
+    for words in lines(word):
+        variables = list(itertools.takewhile(lambda word: "=" in word, words))
+        yield dict(variable.split("=") for variable in variables), words[len(variables) :]
+
+
+def test_the_last_step_of_the_first_hour_has_a_worker(tmp_path: Path) -> None:
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    (tmp_path / "shop.py").write_text(block("slow mail server").replace("sleep(2)", "sleep(0.5)"))
+    (web, serve), (own, work) = commands("-m tinyq worker shop:app")
+    with (
+        Command([str(tmp_path / serve[0]), *serve[1:]], tmp_path, **web) as server,
+        Command([str(tmp_path / work[0]), *work[1:]], tmp_path, **own) as worker,
+    ):
+        httpx.post(server.url + "/orders/7").raise_for_status()
+        wait_until("the receipt was sent", lambda: "sent the receipt for order 7" in worker.log.read_text())
+        worker.process.terminate()
+        worker.wait_for_exit()
+        assert worker.process.returncode == 0
+        assert "sent" not in server.log.read_text()
+
+
+def test_a_worker_serves_the_queues_of_the_application(deployed: Path) -> None:
+    (web, serve), (own, work) = commands("-m tinyq worker main:app --queues")
+    with Command(work, deployed, TINYQ_DB="jobs.db", **own) as worker:
+        assert serve == ["uvicorn", "main:app"] and web == {"TINYQ_WORKER": "0"} and not own
+        assert "queues emails=2, default, grace 60 s" in worker.log.read_text()
+
+
+def test_the_unit_of_a_worker_gives_it_its_grace() -> None:
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.read_string(block("TimeoutStopSec=70"))
+    command = shlex.split(unit["Service"]["ExecStart"])
+    assert command[1:4] == ["-m", "tinyq", "worker"]
+    assert int(unit["Service"]["TimeoutStopSec"]) > int(command[command.index("--grace") + 1]) + 5
 
 
 def test_tinyq_is_installed_as_it_is_written(tmp_path: Path) -> None:
