@@ -322,7 +322,7 @@ asyncio.run(drive())
 }
 
 # Blocks that run in servers of their own, further down: a word of each.
-SERVED = ("slow mail server", "class Worker(UvicornWorker)")
+SERVED = ("slow mail server", "test_an_order_gets", "test_the_tidying_comes", "class Worker(UvicornWorker)")
 
 STRIPE = """
 requests = []
@@ -610,6 +610,20 @@ def test_the_unit_of_a_worker_gives_it_its_grace() -> None:
     command = shlex.split(unit["Service"]["ExecStart"])
     assert command[1:4] == ["-m", "tinyq", "worker"]
     assert int(unit["Service"]["TimeoutStopSec"]) > int(command[command.index("--grace") + 1]) + 5
+
+
+def test_the_tests_of_the_readme_pass(tmp_path: Path) -> None:
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    (tmp_path / "shop.py").write_text(block("slow mail server"))
+    (tmp_path / "test_shop.py").write_text(block("test_an_order_gets"))
+    (tmp_path / "test_fetch.py").write_text(block("test_the_tidying_comes"))
+    _, command = lines("-m pytest test_shop.py")
+    options = ["test_fetch.py", "-o", "asyncio_mode=auto", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *options], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert "3 passed" in done.stdout, done.stdout + done.stderr
+    assert not list(tmp_path.glob("*.db"))
 
 
 def test_tinyq_is_installed_as_it_is_written(tmp_path: Path) -> None:
