@@ -82,7 +82,7 @@ with TestClient(app) as client:
     id = client.post("/convert/letter").json()["job"]
     while (answer := client.get(f"/jobs/{id}").json())["status"] != "done":
         assert answer["status"] in ("pending", "running"), answer
-    assert answer == {"status": "done", "attempts": 1, "error": None}
+    assert answer == {"status": "done", "attempts": 1, "progress": [0.5, "half of it"], "error": None}
     assert client.get("/jobs/nonsense").status_code == 404
 """,
     "async def export": """
@@ -174,6 +174,28 @@ async def drive():
         else:
             raise AssertionError("that is no Item")
 asyncio.run(drive())
+""",
+    "async def restock": """
+import sqlite3
+with sqlite3.connect("stock.db") as db:
+    db.execute("CREATE TABLE items (name TEXT)")
+db.close()
+async def drive():
+    async with tinyq.lifespan(db="jobs.db"):
+        await order()
+        await tinyq.drain()
+asyncio.run(drive())
+assert sqlite3.connect("stock.db").execute("SELECT name FROM items").fetchall() == [("teapot",)]
+""",
+    "async def timed": """
+import contextlib, io, re
+async def drive():
+    async with tinyq.lifespan(db="jobs.db"):
+        request_id.set("r-1")
+        assert await (await tinyq.enqueue(count, 1, durable=True)).result() == 2
+with contextlib.redirect_stdout(io.StringIO()) as output:
+    asyncio.run(drive())
+assert re.fullmatch("block.count took 0[.][0-9]+ s, for request r-1", output.getvalue().strip()), output.getvalue()
 """,
     "shop.tasks.send_receipt": """
 import sqlite3
