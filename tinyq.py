@@ -84,7 +84,7 @@ import traceback
 import weakref
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from enum import StrEnum
 from types import SimpleNamespace
 from typing import (
@@ -113,8 +113,10 @@ if TYPE_CHECKING:
     import random
     import sqlite3
     import subprocess
+    from zoneinfo import ZoneInfo
 
     import aiosqlite
+    from cronsim import CronSim
 
 _program: Final = __name__ == "__main__"
 if __name__ in ("__main__", "__mp_main__"):  # run with -m or as a script, or by multiprocessing in a child of such a process
@@ -127,13 +129,14 @@ if __name__ in ("__main__", "__mp_main__"):  # run with -m or as a script, or by
 __version__ = "0.1.0"
 
 __all__ = [
-    "AlreadyStarted", "Cancel", "Clock", "Configuration", "ConfigurationError", "Count", "CurrentJob", "DuplicateTask",
-    "EnqueuedJob", "Health", "Job", "JobCancelled", "JobError", "JobFailed", "JobNotFound", "KeyConflict", "Kit",
-    "NoResult", "NotStarted", "Options", "PayloadError", "PayloadTooLarge", "ProcessDied", "QueueFull", "Retry",
-    "RetryAfter", "ScheduleStats", "ShuttingDown", "Snooze", "State", "Stats", "StoreBusy", "StoreError", "Task", "TinyQ",
-    "TinyQError", "UnknownTask", "configure", "current_job", "dead", "drain", "enqueue", "enqueue_many", "enqueue_sync",
-    "every", "get", "health", "lifespan", "middleware", "on_dead", "on_enqueue", "pause", "purge", "quiesce", "requeue",
-    "resume", "run", "spawn", "start", "stats", "stop", "task", "testing", "wake",
+    "AlreadyStarted", "Cancel", "Clock", "Configuration", "ConfigurationError", "Count", "Cron", "CurrentJob",
+    "DuplicateTask", "EnqueuedJob", "Every", "Health", "Job", "JobCancelled", "JobError", "JobFailed", "JobNotFound",
+    "KeyConflict", "Kit", "NoResult", "NotStarted", "Options", "PayloadError", "PayloadTooLarge", "ProcessDied",
+    "QueueFull", "RecurringJob", "Retry", "RetryAfter", "Schedule", "ScheduleStats", "ShuttingDown", "Snooze", "State",
+    "Stats", "StoreBusy", "StoreError", "Task", "TinyQ", "TinyQError", "UnknownTask", "configure", "cron", "current_job",
+    "dead", "drain", "enqueue", "enqueue_many", "enqueue_sync", "every", "get", "health", "lifespan", "middleware",
+    "on_dead", "on_enqueue", "pause", "purge", "quiesce", "requeue", "resume", "run", "schedule", "schedules", "spawn",
+    "start", "stats", "stop", "task", "testing", "unschedule", "wake",
 ]  # fmt: skip
 
 log = logging.getLogger("tinyq")
@@ -503,6 +506,8 @@ OnConflict = Literal["reuse", "queue", "replace", "raise"]
 Promote = Literal[True, False, "interrupted"]
 OnLost = Literal["retry", "dead"]
 RunIn = Literal["process"]
+Overlap = Literal["skip", "queue", "allow"]
+Misfire = Literal["latest", "all", "skip"]
 DeadHook = Callable[["Job[Any]"], object]
 EnqueueHook = Callable[[dict[str, str]], object]
 CallNext = Callable[["CurrentJob"], Awaitable[Any]]
@@ -583,7 +588,8 @@ class Count(Value):
 
 
 class ScheduleStats(Value):
-    """One schedule in this process: how often it fired, was skipped because the last run was not over, or missed its time."""
+    """One schedule in this process: how often it fired, was skipped because the last run was not over, missed its time, or gave
+    up the retries of a run (`superseded`) because the next fire time had come."""
 
     name: str
     fired: int
@@ -591,6 +597,9 @@ class ScheduleStats(Value):
     missed: int
     last: datetime | None
     next: datetime | None
+    superseded: int = 0
+    failed: int = 0
+    paused: bool = False
 
 
 class Stats(Value):
@@ -706,6 +715,7 @@ class JobRow:
     traceback: str | None = None
     result: str | None = None
     keep_until: int | None = None
+    recurrence: str | None = None  # of a recurring job: see Recurrence
     progress: str | None = None  # JSON of what the running or last attempt has said: [fraction, message]
 
     durable: bool = False
@@ -714,6 +724,10 @@ class JobRow:
     handler: Handler | None = None
     settings: Settings | None = None
     on_conflict: OnConflict = "reuse"
+    rule: str | None = None  # of the schedule that made it, as text
+    overlap: Overlap = "skip"
+    by_hand: bool = False  # an occurrence that is not recorded as one
+    ran: Ran | None = None  # of a recurring job: what the claim that it runs under has chosen
     context: contextvars.Context | None = None
     value: Any = ...  # what the handler returned, if it ran here; Ellipsis if it did not
     exception: BaseException | None = None
@@ -804,6 +818,7 @@ shape(
 LATER: Final = 0  # its time has not come
 CLAIMABLE: Final = 1
 HELD: Final = 2  # behind a running job with the same key
+PAUSED: Final = 4  # a recurring job, until it is resumed
 FRAGILE: Final = 3  # claimable, but a worker died on it: one at a time, so that a poison job takes no neighbours along
 
 FOREVER: Final = 253_402_300_799_000_000  # the last second of the year 9999, in microseconds: the latest moment there is
@@ -826,6 +841,10 @@ class Settings(Value):
     failure_ttl: float = 7 * 86400.0
     on_lost: OnLost = "retry"
     headers: Mapping[str, str] | None = None
+
+    def as_given(self) -> dict[str, Any]:
+        """The fields that were given, without what has been worked out of them."""
+        return {name: value for name, value in vars(self).items() if name not in ("plain", "simple")}
 
     @functools.cached_property
     def plain(self) -> bool:
@@ -943,6 +962,7 @@ OutcomeKind = Literal[
     "parked",
     "undecodable",
     "lost",
+    "missed",
     "dropped",
 ]
 
@@ -978,14 +998,33 @@ class Settlement(NamedTuple):
     result: str | None
     keep_until: int | None
     keep: bool  # False: the finished row is deleted at once
+    ran: Ran | None = None  # of a recurring job
+
+
+class Ran(NamedTuple):
+    """For which fire time a recurring job was started, when, and how many fire times were missed by then."""
+
+    fire_time: int
+    started: int
+    missed: int = 0
+    superseded: int = 0  # retries that were given up
 
 
 class Inserted(NamedTuple):
     """What became of a row given to `insert`: created (or handed over and started), or the existing row that a key led to, or a
-    fire time lost or skipped."""
+    fire time that is lost (to another process), skipped, paused, or stale (another definition of the schedule is newer)."""
 
     row: JobRow
-    verdict: Literal["created", "started", "existing", "replaced", "lost", "overlap"]
+    verdict: Literal["created", "started", "existing", "replaced", "lost", "overlap", "paused", "stale"]
+    superseded: bool = False  # it took the place of an earlier run that was waiting for its retry
+
+
+class ScheduleRecord(NamedTuple):
+    """What a store knows of a schedule: the last fire time that was recorded (before the first one: the moment at which it was
+    defined), and whether it is paused."""
+
+    last: int
+    paused: bool
 
 
 class Claimed(NamedTuple):
@@ -1067,14 +1106,429 @@ def id_bytes(text: str) -> bytes:
     return b""
 
 
-def next_fire(after: int, period: int, offset: int) -> int:
-    """The first multiple of the period since the epoch, moved by the offset, that is later than `after`."""
-    return after - (after - offset) % period + period
+class Rule(Value):
+    """When something happens again and again, an `Every` or a `Cron`. Its moments are microseconds since the epoch."""
+
+    def next(self, after: datetime) -> datetime:
+        """The first fire time later than `after`, an aware datetime; in UTC. It reads no clock.
+
+        Raises TypeError for a datetime without a zone, OverflowError if there is none before the year 10,000.
+        """
+        found = self.next_at(as_moment(after, "after"))
+        if found >= FOREVER:
+            raise OverflowError(f"{self!r} does not fire between {after} and the year 10,000")
+        return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=found)
+
+    def next_at(self, after: int) -> int:
+        """The first fire time later than `after`; FOREVER if there is none."""
+        raise NotImplementedError
+
+    def passed(self, after: int, now: int, most: int) -> tuple[int, list[int]]:
+        """How many fire times are later than `after`, but not than `now`; and the newest of them, at most `most`, in order."""
+        raise NotImplementedError
+
+    def as_text(self) -> str:
+        """What `rule_from` makes an equal rule of; equal rules have the same text."""
+        raise NotImplementedError
+
+    def but(self, **changes: Any) -> Self:
+        return type(self)(**{**self.as_dict(), **changes})  # checked as if it were written out
 
 
-def missed_fires(due: int, now: int, period: int) -> int:
-    """How many fire times have passed between one that is due and now."""
-    return max(0, (now - due) // period)
+@functools.lru_cache(10_000)
+def rule_from(text: str) -> Rule:
+    """The rule behind its text; ValueError if this version knows none."""
+    kind, _, rest = text.partition(" ")
+    parts = rest.split(" ", 1)
+    if kind == "every" and len(parts) == 2:
+        return Every(*map(float, parts))
+    if kind == "cron" and len(parts) == 2:
+        return Cron(parts[1], parts[0])
+    raise ValueError(f"{text!r} is not the text of a rule: it was written by another version of tinyq")
+
+
+class Every(Rule):
+    """Each multiple of `seconds` since the epoch, moved by `offset`: Every(60) is each full minute, Every(60, 15) is at :15.
+
+    Both are seconds or a timedelta, kept in whole microseconds; the shortest period is 0.001 s, the longest 9·10^9 s. They count
+    elapsed time: in a zone with daylight saving, Every(86400) fires an hour later by the wall clock in summer than in winter,
+    and Every(604800) starts its weeks on a Thursday, as the epoch did. For times of day, take `Cron` with a zone.
+    Raises TypeError or ValueError for what is not such a duration.
+    """
+
+    seconds: float
+    offset: float
+
+    def __init__(self, seconds: float | timedelta, offset: float | timedelta = 0.0) -> None:
+        longest = 9e9  # to this length microseconds survive as a float of seconds
+        given, moved = duration(seconds, "every", zero=False), duration(offset, "offset")
+        if given > longest or moved > longest:
+            name, value = ("every", seconds) if given > longest else ("offset", offset)
+            raise ValueError(f"{name} is {value!r}: the longest is {longest:.0f} s, which is 285 years")
+        period = round(given * 1e6)
+        if period < 1_000:
+            raise ValueError(f"every is {seconds!r}: the shortest period is 0.001 s")
+        self.__dict__.update(seconds=period / 1e6, offset=round(moved * 1e6) % period / 1e6)
+
+    @property
+    def period(self) -> int:
+        return round(self.seconds * 1e6)
+
+    def next_at(self, after: int) -> int:
+        period = self.period
+        return min(FOREVER, after - (after - round(self.offset * 1e6)) % period + period)
+
+    def passed(self, after: int, now: int, most: int) -> tuple[int, list[int]]:
+        period, first = self.period, self.next_at(after)
+        count = max(0, (now - first) // period + 1)
+        return count, [first + i * period for i in range(max(0, count - most), count)]
+
+    def as_text(self) -> str:
+        return f"every {self.seconds!r} {self.offset!r}"
+
+
+class Cron(Rule):
+    """The minutes that a crontab's five fields name, read from the wall clock of a time zone.
+
+        Cron("30 2 * * *", tz="Europe/Berlin")     each night at half past two, in Berlin
+        Cron("*/15 9-17 * * mon-fri")              in UTC, which is the default; never the zone of the host
+
+    expression: minute (0-59), hour (0-23), day (1-31), month (1-12 or jan-dec), weekday (0-7 or sun-sat, 0 and 7 are Sunday);
+        each `*`, a number, a range `a-b`, a step through one of these (`*/15`, `8-18/2`), or a list of them with commas.
+        Or @hourly, @daily, @midnight, @weekly, @monthly, @yearly, @annually.
+    tz: a key of the IANA time zone database, or a ZoneInfo that has one.
+
+    If neither the day nor the weekday field begins with `*`, either is enough: `0 0 13 * 5` is each 13th and each Friday.
+    `*/7` means the minutes that 7 divides (0, 7, … 56, and 0 again): for each seven minutes take Every(420).
+
+    When clocks change, as in Debian's cron: fixed times that are skipped fire once, at the first instant after the gap, and of
+    a repeated hour's two passes only the first counts. But if the minute or the hour field begins with `*`, the clock is
+    followed as it reads: not in the gap, and in both passes.
+
+    Needs the package cronsim (pip install 'tinyq-py[cron]'), else ImportError. Raises ValueError, which names the field and the
+    reason, for other expressions, for dates that never occur (`0 0 30 2 *`), and for what is not such a zone; TypeError for
+    what is not even text.
+    """
+
+    expression: str
+    tz: str
+
+    def __init__(self, expression: str, tz: str | ZoneInfo = "UTC") -> None:
+        self.__dict__.update(expression=check_cron(expression), tz=check_zone(tz))
+        timetable(self.expression, self.tz)
+
+    def next_at(self, after: int) -> int:
+        found = timetable(self.expression, self.tz).next(after // 1_000_000)
+        return FOREVER if found is None else min(FOREVER, found * 1_000_000)
+
+    def passed(self, after: int, now: int, most: int) -> tuple[int, list[int]]:
+        table = timetable(self.expression, self.tz)
+        first, last = after // 1_000_000, now // 1_000_000
+        newest: list[int] = []
+        moment = table.latest(last) if most > 0 else None
+        while moment is not None and moment > first and len(newest) < most:
+            newest.append(moment * 1_000_000)
+            moment = table.latest(moment - 1)
+        if len(newest) < most:
+            return len(newest), newest[::-1]
+        return table.count(first, last), newest[::-1]
+
+    def as_text(self) -> str:
+        return f"cron {self.tz} {self.expression}"
+
+
+MACROS: Final = {
+    "@yearly": "0 0 1 1 *", "@annually": "0 0 1 1 *", "@monthly": "0 0 1 * *", "@weekly": "0 0 * * 0", "@daily": "0 0 * * *",
+    "@midnight": "0 0 * * *", "@hourly": "0 * * * *",
+}  # fmt: skip
+MONTHS: Final = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+WEEKDAYS: Final = ("sun", "mon", "tue", "wed", "thu", "fri", "sat")
+CRON_FIELDS: Final[tuple[tuple[str, int, int, tuple[str, ...]], ...]] = (
+    ("minute", 0, 59, ()), ("hour", 0, 23, ()), ("day", 1, 31, ()), ("month", 1, 12, MONTHS), ("weekday", 0, 7, WEEKDAYS),
+)  # fmt: skip
+MONTH_LENGTHS: Final = (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
+
+
+def check_cron(expression: object) -> str:
+    """The five fields in lower case; ValueError for what a vixie cron has no sense for, or would never run."""
+    if not isinstance(expression, str):
+        raise TypeError(f'cron is {expression!r}: give an expression such as "30 2 * * *"')
+    text = expression.strip(" \t\r\n")
+    macro = text.lower()
+    if macro == "@reboot":
+        raise ValueError("cron '@reboot' is not a time: enqueue the task in your lifespan, or give a schedule immediate=True")
+    if macro.startswith("@") and macro not in MACROS:
+        raise ValueError(f"cron {expression!r:.200} is not one of {', '.join(MACROS)}")
+    fields = MACROS.get(macro, text).replace("\t", " ").split(" ")
+    fields = [field for field in fields if field]
+    if len(fields) != 5:
+        hint = "; seconds and years are not among them: use every() for less than a minute" if len(fields) in (6, 7) else ""
+        raise ValueError(
+            f"cron {expression!r:.200} has {len(fields)} fields: it needs five, minute hour day month weekday, or a macro{hint}"
+        )
+    meant = []
+    for i, (field, (name, low, high, names)) in enumerate(zip(fields, CRON_FIELDS, strict=True)):
+        items = {}
+        for item in field.split(","):
+            try:
+                values = cron_item(item.lower(), low, high, names)
+            except ValueError as error:
+                raise ValueError(f"cron {expression!r:.200}: {item!r:.50} in the {name} field {error}") from None
+            items[item if len(values) > 1 or item[0] == "*" else str(*values)] = values  # cronsim would read 5-5/1 as 5-59
+        fields[i] = ",".join(items).lower()
+        meant.append(set[int]().union(*items.values()))
+    days, months = meant[2:4]
+    if "*" in (fields[2][0], fields[4][0]) and min(days) > max(MONTH_LENGTHS[month - 1] for month in months):
+        raise ValueError(f"cron {expression!r:.200} never fires: no day of the day field {fields[2]!r} is in month {fields[3]!r}")
+    return " ".join(fields)
+
+
+def cron_item(item: str, low: int, high: int, names: tuple[str, ...]) -> set[int]:
+    """The values of one item of a list; ValueError with the reason."""
+    part, slash, step_text = item.partition("/")
+    first_text, dash, last_text = part.partition("-")
+    if part == "*":
+        first, last = low, high
+    else:
+        first = cron_value(first_text, low, high, names)
+        last = cron_value(last_text, low, high, names) if dash else first
+    if first > last:
+        hint = "" if slash else f": write {first}-{high}" if last == 0 and names else f": write {first}-{high},{low}-{last}"
+        raise ValueError(f"runs backwards{hint}")
+    if not slash:
+        return set(range(first, last + 1))
+    if not (step_text.isascii() and step_text.isdigit()) or int(step_text[:9]) == 0:
+        raise ValueError("has a step that is not a number from 1 up")
+    if not dash and part != "*":
+        raise ValueError(f"has a step, which goes with * or a range: write {first}-{high}/{step_text}")
+    if len(step_text) > 9 or int(step_text) > last - first + 1:
+        raise ValueError(f"has a step beyond its range, so it means only {first}: write that, or use every() for an interval")
+    return set(range(first, last + 1, int(step_text)))
+
+
+def cron_value(text: str, low: int, high: int, names: tuple[str, ...]) -> int:
+    if text in names:
+        return low + names.index(text)
+    if not text:
+        raise ValueError("is incomplete: there is nothing where a value should be")
+    if text.isascii() and text.isdigit():
+        if len(text) > 4 or not low <= int(text) <= high:
+            raise ValueError(f"is out of range: it must be {low}-{high}")
+        return int(text)
+    named = f", or one of {' '.join(names)}" if names else ""
+    other = "; L, W, # and ? are not known to this cron" if set(text) & set("lw#?") else ""
+    raise ValueError(f"is not a number from {low} to {high}{named}{other}")
+
+
+def check_zone(tz: object) -> str:
+    """The key of a zone. Not what the host is set to: schedules are not to move when that does."""
+    from zoneinfo import ZoneInfo
+
+    key = tz.key if isinstance(tz, ZoneInfo) else tz
+    wanted = 'give "UTC" or a key of the IANA time zone database such as "Europe/Berlin"'
+    if not isinstance(key, str):
+        raise (ValueError if isinstance(tz, ZoneInfo) else TypeError)(f"tz is {tz!r}: {wanted}, or a ZoneInfo that has one")
+    if key in ("localtime", "posixrules", "Factory") or key.startswith(("posix/", "right/")):
+        raise ValueError(f"tz is {tz!r}, which is not the same on every host: {wanted}")
+    try:
+        zone_of(key)
+    except (LookupError, ValueError, OSError):
+        with contextlib.suppress(LookupError, OSError):
+            ZoneInfo("Etc/UTC")
+            raise ValueError(f"tz is {tz!r:.200}, which is not a time zone: {wanted}") from None
+        raise ValueError(f"tz is {tz!r:.200}, and this machine has no time zone database: pip install tzdata") from None
+    return key
+
+
+def zone_of(key: str) -> tzinfo:
+    if key == "UTC":
+        return UTC  # needs no database
+    from zoneinfo import ZoneInfo
+
+    return ZoneInfo(key)
+
+
+DAY: Final = 86_400
+DATES: Final = (-62_135_596_800, FOREVER // 1_000_000)  # what datetime can hold, in seconds since the epoch
+
+
+class Stretch(NamedTuple):
+    """Seconds from `start` to before `end` in which a zone's clock runs evenly: it reads the time of UTC plus `offset`."""
+
+    start: int
+    end: int
+    offset: int
+
+
+ALWAYS: Final = Stretch(-(2**62), 2**62, 0)
+PART: Final = 400 * DAY
+
+
+@functools.lru_cache(maxsize=4096)
+def stretches(zone: tzinfo, part: int) -> tuple[Stretch, ...]:
+    """400 days of a zone, cut where its offset changes. They are found a day apart: no zone has ever had two in three days."""
+
+    def offset(moment: int) -> int:
+        inside = min(max(moment, DATES[0] + 2 * DAY), DATES[1] - 2 * DAY)
+        moved = (datetime.fromtimestamp(0, UTC) + timedelta(seconds=inside)).astimezone(zone).utcoffset()
+        return moved // timedelta(seconds=1) if moved else 0
+
+    cuts = [(part * PART, offset(part * PART))]
+    for day in range(part * PART, (part + 1) * PART, DAY):
+        low, high = day, day + DAY
+        after = offset(high)
+        if after == cuts[-1][1]:
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if offset(middle) == after else (middle, high)
+        cuts.append((high, after))
+    cuts.append(((part + 1) * PART, 0))
+    found = [Stretch(start, end, moved) for (start, moved), (end, _) in itertools.pairwise(cuts)]
+    return tuple(stretch for stretch in found if stretch.start < stretch.end)
+
+
+def stretch_at(zone: tzinfo, moment: int) -> Stretch:
+    if zone is UTC:
+        return ALWAYS
+    return next(stretch for stretch in reversed(stretches(zone, moment // PART)) if stretch.start <= moment)
+
+
+def highest_reading(zone: tzinfo, moment: int) -> int:
+    """The latest time that a zone's clock has shown up to a moment: higher than what it reads, after it was set back."""
+    stretch = stretch_at(zone, moment)
+    highest = moment + stretch.offset
+    while stretch.start > moment - 2 * DAY:  # offsets are less than a day
+        stretch = stretch_at(zone, stretch.start - 1)
+        highest = max(highest, stretch.end - 1 + stretch.offset)
+    return highest
+
+
+def first_reached(zone: tzinfo, reading: int) -> int:
+    """The first moment at which a zone's clock reads this time or, if it jumps over it, a later one."""
+    stretch = stretch_at(zone, reading - DAY)
+    while (moment := max(stretch.start, reading - stretch.offset)) >= stretch.end:
+        stretch = stretch_at(zone, stretch.end)
+    return moment
+
+
+class Readings:
+    """What a wall clock reads when an expression fires, in seconds since 1970 by that clock. It knows no zones.
+
+    cronsim walks the calendar. Its own treatment of zones is not used: after a change of the clocks, a time that it answers may
+    not be later than the one it was asked for, and with gaps at midnight or of half an hour it misses times or makes them up.
+    """
+
+    def __init__(self, expression: str) -> None:
+        try:
+            from cronsim import CronSim
+        except ImportError as error:
+            raise ImportError("tinyq.Cron needs cronsim: pip install 'tinyq-py[cron]', or pip install cronsim") from error
+        self._forward = CronSim(expression, datetime(1970, 1, 1))
+        self._backward = CronSim(expression, datetime(1970, 1, 1), reverse=True)
+        self._times = sorted(hour * 3600 + minute * 60 for hour in self._forward.hours for minute in self._forward.minutes)
+
+    def next(self, reading: int) -> int | None:
+        """The first one later than this."""
+        return self._step(self._forward, reading)
+
+    def latest(self, reading: int) -> int | None:
+        """The last one not later than this."""
+        return self._step(self._backward, reading + 1)
+
+    def _step(self, towards: CronSim, reading: int) -> int | None:
+        import copy
+
+        walker = copy.copy(towards)
+        try:
+            walker.dt = datetime(1970, 1, 1) + timedelta(seconds=min(max(reading, DATES[0]), DATES[1]))
+            found = next(walker, None)
+        except OverflowError:  # where the calendar ends
+            return None
+        return None if found is None else (found - datetime(1970, 1, 1)) // timedelta(seconds=1)
+
+    def count(self, above: int, last: int) -> int:
+        """How many are later than `above` and not later than `last`."""
+        above, last = max(above, DATES[0]), min(last, DATES[1])
+        if above >= last:
+            return 0
+        days = sum(map(self._fires_on, range(above // DAY, last // DAY)))
+        return days * len(self._times) - self._by(above) + self._by(last)
+
+    def _by(self, reading: int) -> int:
+        from bisect import bisect_right
+
+        day, second = divmod(reading, DAY)
+        return bisect_right(self._times, second) if self._fires_on(day) else 0
+
+    def _fires_on(self, day: int) -> bool:
+        date = datetime.fromordinal(719_163 + day)
+        return date.month in self._forward.months and self._forward.match_day(date)
+
+
+class Timetable:
+    """When an expression fires in a zone, in seconds since the epoch.
+
+    A fixed time fires when the zone's clock first reads it or more: this gives it one run, in a gap and in a repeated hour too.
+    """
+
+    def __init__(self, expression: str, zone: tzinfo) -> None:
+        self._readings = Readings(expression)
+        self._zone = zone
+        self._follows = any(field.startswith("*") for field in expression.split(" ")[:2])  # the clock, whatever it reads
+
+    def next(self, after: int) -> int | None:
+        if not self._follows:
+            reading = self._readings.next(highest_reading(self._zone, after))
+            return None if reading is None else first_reached(self._zone, reading)
+        moment = after + 1
+        while True:
+            stretch = stretch_at(self._zone, moment)
+            reading = self._readings.next(moment - 1 + stretch.offset)
+            if reading is None:
+                return None
+            found = reading - stretch.offset
+            if found < stretch.end:
+                return found
+            # Between these two readings there is none, so whatever the offsets, nothing fires well inside.
+            moment = stretch.end if stretch.end < moment + 2 * DAY else max(stretch.end, found - 2 * DAY)
+
+    def latest(self, moment: int) -> int | None:
+        """The last fire time that is not later."""
+        if not self._follows:
+            reading = self._readings.latest(highest_reading(self._zone, moment))
+            return None if reading is None else first_reached(self._zone, reading)
+        while True:
+            stretch = stretch_at(self._zone, moment)
+            reading = self._readings.latest(moment + stretch.offset)
+            if reading is None:
+                return None
+            found = reading - stretch.offset
+            if found >= stretch.start:
+                return found
+            before = stretch.start - 1
+            moment = before if before > moment - 2 * DAY else min(before, found + 2 * DAY)
+
+    def count(self, after: int, last: int) -> int:
+        """How many fire times are later than `after` and not later than `last`."""
+        zone, readings, count = self._zone, self._readings, 0
+        if not self._follows and after < last:
+            count = readings.count(highest_reading(zone, after), highest_reading(zone, last))
+        while after < last:
+            stretch = stretch_at(zone, after + 1)
+            end = min(last, stretch.end - 1)
+            if self._follows:
+                count += readings.count(after + stretch.offset, end + stretch.offset)
+            elif after + 1 == stretch.start:  # all readings of a gap make one fire time
+                count -= max(0, readings.count(highest_reading(zone, after), stretch.start + stretch.offset) - 1)
+            after = end
+        return count
+
+
+@functools.lru_cache(maxsize=1024)
+def timetable(expression: str, tz: str) -> Timetable:
+    """Kept beside the rule, which is a value: rules that are equal share it."""
+    return Timetable(expression, zone_of(tz))
 
 
 # ── 7. Payload ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -2531,6 +2985,31 @@ class Store(Protocol):
         """The queues that are paused."""
         ...
 
+    async def define(self, schedules: Sequence[tuple[str, str, int]], now: int) -> Mapping[str, ScheduleRecord]:
+        """Record (name, rule, moment): the newest definition holds. One that is new, or another than before, has as its last fire
+        time this moment; the same one as before keeps what it has. Answers what is recorded now."""
+        ...
+
+    async def suspend(self, schedule: str, paused: bool, now: int) -> None:
+        """No fire time of this schedule becomes a job until it is resumed; those before that are passed over."""
+        ...
+
+    async def undefine(self, schedule: str) -> None:
+        """Forget a schedule."""
+        ...
+
+    async def recurring(self, task: str | None, key: str | None, after: int, limit: int) -> Sequence[JobRow]:
+        """Recurring jobs, of one task or with one key if that is given, by sequence, from the one after this on; no payloads."""
+        ...
+
+    async def hold(self, id: bytes, paused: bool, now: int) -> bool:
+        """Pause or resume a recurring job. Whether there is one."""
+        ...
+
+    async def unschedule(self, task: str, key: str, now: int) -> bool:
+        """Remove a recurring job, or let it end with the run that is under way. Whether there was one."""
+        ...
+
     async def prune(self, now: int, limit: int = 500) -> int:
         """Delete finished rows whose time is over, at most so many; answers how many."""
         ...
@@ -2572,6 +3051,11 @@ def key_conflict(row: JobRow) -> KeyConflict:
     return KeyConflict(f"task {row.task!r} already has a pending or running job with key {row.key!r}; nothing was stored")
 
 
+SUPERSEDED: Final = "its retry was given up: the next fire time had come"
+DEFINITION: Final = ("rule", "overlap", "misfire", "grace")  # the fields of a Recurrence that a call of `schedule` gives
+MISSED: Final = "its fire time was missed"
+UNSCHEDULED: Final = ""  # the recurrence of a job that was unscheduled while it ran
+MOVED_ON: Final[Mapping[str, Any]] = {"state": State.PENDING, "attempts": 0, "snoozes": 0, "interruptions": 0, "parked": None}
 MERGED: Final = "merged into its successor with the same key"  # such a row is not kept: the successor is the job now
 # What `on_conflict="replace"` takes over from the newcomer, and what `requeue` resets.
 REPLACED: Final = ("queue", "priority", "run_at", "payload", "payload_version", "options", "headers", "expires", "lane")
@@ -2588,6 +3072,96 @@ NEWEST: Final = (FOREVER, sys.maxsize)  # later than any row ended
 def ended_at(row: JobRow) -> tuple[int, int]:
     """The place of a finished row in the order in which rows ended."""
     return row.finished or 0, row.seq
+
+
+ON_TIME: Final = 1.0  # seconds by which a fire time may be late without having been missed
+CATCH_UP: Final = 1_000  # fire times that misfire="all" runs in a row
+LATENESS: Final = (60.0, 3600.0)  # the shortest and the longest default of misfire_grace: as long as the period, between these
+
+
+def choose(rule: Rule, misfire: str, grace: float | None, since: int, now: int) -> tuple[int, list[int], int]:
+    """Of the fire times in (since, now]: the latest, those that are to be run, and how many are missed for good."""
+    count, passed = rule.passed(since, now, CATCH_UP if misfire == "all" else 1)
+    if not passed:
+        return since, [], 0
+    if misfire == "skip":
+        chosen = [moment for moment in passed if now - moment <= ON_TIME * 1e6]
+    else:
+        chosen = [moment for moment in passed if now - moment < longest_delay(rule, grace, moment)]
+    return passed[-1], chosen, count - len(chosen)
+
+
+def longest_delay(rule: Rule, grace: float | None, moment: int) -> float:
+    """The misfire grace in microseconds."""
+    if grace is not None:
+        return grace * 1e6
+    shortest, longest = LATENESS
+    return min(max(rule.next_at(moment) - moment, shortest * 1e6), longest * 1e6)
+
+
+def redefined(known: str, given: str) -> tuple[str, bool]:
+    """The recurrence of a job that is scheduled anew, with the counts that it has; and whether its fire times are others now."""
+    before, after = Recurrence.of(known) if known else None, Recurrence.of(given)
+    if before is None:
+        return given, True
+    return after._replace(
+        **before._asdict() | {name: getattr(after, name) for name in DEFINITION}
+    ).as_text(), before.rule != after.rule
+
+
+def is_paused(recurrence: str | None) -> bool:
+    return bool(recurrence) and Recurrence.of(cast(str, recurrence)).paused
+
+
+class Recurrence(NamedTuple):
+    """When a recurring job runs, and what has come of it so far; stored with its row, as JSON."""
+
+    rule: str  # as text
+    overlap: str
+    misfire: str
+    grace: float | None  # seconds; None: the default
+    paused: bool = False
+    fired: int = 0
+    skipped: int = 0
+    missed: int = 0
+    superseded: int = 0
+    failed: int = 0
+
+    def as_text(self) -> str:
+        return encode_json([infinity_out(value) for value in self])
+
+    @staticmethod
+    def of(text: str) -> Recurrence:
+        return Recurrence(*map(infinity_in, decode_json(text)))
+
+
+def recur(change: Settlement, text: str, fire_time: int, now: int) -> tuple[Settlement, str, int]:
+    """What becomes of a recurring job whose run is settled so, by the recurrence that its row has now: the settlement, the
+    recurrence, and the fire time that it waits for. What ends a job otherwise ends this run alone, but for a cancellation."""
+    if text == UNSCHEDULED and change.state is State.PENDING:
+        change = change._replace(state=State.CANCELLED, reason="unscheduled", keep=False)
+    if text == UNSCHEDULED or change.state is State.CANCELLED:
+        return change, text, fire_time
+    ran, recurrence = change.ran or Ran(fire_time, now), Recurrence.of(text)
+    rule, waits = rule_from(recurrence.rule), change.state is State.PENDING and change.reason != MISSED
+    upcoming = rule.next_at(ran.fire_time)
+    recurrence = recurrence._replace(missed=recurrence.missed + ran.missed, superseded=recurrence.superseded + ran.superseded)
+    if waits and change.run_at < upcoming:
+        return change, recurrence.as_text(), ran.fire_time
+    skipped = 0
+    if recurrence.misfire != "all" or upcoming > ran.started:  # else what was missed before it started is run first
+        skipped, passed = rule.passed(max(ran.fire_time, min(ran.started, now)), now, 1)
+        upcoming = rule.next_at(max(now, ran.fire_time))
+        if passed and recurrence.overlap == "queue":
+            upcoming, skipped = passed[0], skipped - 1
+    recurrence = recurrence._replace(
+        skipped=recurrence.skipped + skipped,
+        superseded=recurrence.superseded + waits,
+        fired=recurrence.fired + (change.state is not State.PENDING),
+        failed=recurrence.failed + (change.state is State.DEAD),
+    )
+    afresh = {**MOVED_ON, "run_at": upcoming, "lost": 0 if change.state is State.DONE else change.lost}
+    return change._replace(**afresh), recurrence.as_text(), upcoming
 
 
 def apply(row: JobRow, change: Settlement, now: int) -> None:
@@ -2618,11 +3192,12 @@ class MemoryStore:
         self._later: list[Entry] = []  # the same with priority 0
         self._finished: deque[JobRow] = deque()
         self._keys: dict[tuple[str, str, State], JobRow] = {}
-        self._fired: dict[str, int] = {}
+        self._schedules: dict[str, tuple[ScheduleRecord, str | None]] = {}
         self._occurrences: dict[str, JobRow] = {}
         self._seq = itertools.count(1)
         self.held: frozenset[str] = frozenset()  # the queues that are paused
         self.pending = 0
+        self.recurring_pending = 0  # of these
 
     async def open(self) -> None:
         """Nothing to open."""
@@ -2637,15 +3212,20 @@ class MemoryStore:
         return [self._insert_one(row, now) for row in rows]
 
     def _insert_one(self, row: JobRow, now: int) -> Inserted:
-        if row.schedule is not None and row.fire_time is not None:
-            if self._fired.get(row.schedule, -1) >= row.fire_time:
-                return Inserted(row, "lost")
-            self._fired[row.schedule] = row.fire_time
+        superseded = False
+        if row.schedule is not None and row.by_hand:
+            self._occurrences[row.schedule] = row
+        elif row.schedule is not None:
+            if row.fire_time is not None and (refusal := self._fire(row.schedule, row.rule, row.fire_time)):
+                return Inserted(row, refusal)
             last = self._occurrences.get(row.schedule)
-            if last is not None and last.finished is None:
+            superseded = last is not None and self._supersede(last, now)
+            if row.overlap == "skip" and row.fire_time is not None and last is not None and last.finished is None:
                 return Inserted(row, "overlap")
             self._occurrences[row.schedule] = row
         held = False
+        if row.recurrence is not None and (known := next(filter(None, self._same_key(row)), None)):
+            return Inserted(known, self._reschedule(known, row, now))
         if row.key is not None:
             pending, running = self._same_key(row)
             action = resolve_key(row.on_conflict, pending, running)
@@ -2663,8 +3243,53 @@ class MemoryStore:
             held = action == "hold"
         row.seq = next(self._seq)
         self._add(row)
-        self._become_pending(row, now, held)
-        return Inserted(row, "created")
+        self._become_pending(row, now, HELD if held else None)
+        return Inserted(row, "created", superseded)
+
+    def _fire(self, name: str, rule: str | None, fire_time: int) -> Literal["lost", "paused", "stale"] | None:
+        record, known = self._schedules.get(name, (ScheduleRecord(-1, False), None))
+        if known is not None and rule is not None and known != rule:
+            return "stale"
+        if record.paused or record.last >= fire_time:
+            return "paused" if record.paused else "lost"
+        self._schedules[name] = record._replace(last=fire_time), known or rule
+        return None
+
+    def _reschedule(self, known: JobRow, row: JobRow, now: int) -> Literal["existing", "replaced"]:
+        """Give a recurring job other arguments, options or another rule."""
+        recurrence, afresh = redefined(cast(str, known.recurrence), cast(str, row.recurrence))
+        given = ("args", "kwargs", "payload", "options", "headers", "settings", "queue", "priority", "handler")
+        if known.recurrence == recurrence and all(getattr(known, name) == getattr(row, name) for name in given):
+            return "existing"
+        for name in given:
+            setattr(known, name, getattr(row, name))
+        known.recurrence = recurrence
+        if known.state is State.PENDING and known.ready != PAUSED:
+            if afresh:
+                known.run_at, known.fire_time, known.attempts = row.run_at, row.fire_time, 0
+            self._enlist(known, now)
+        return "replaced"
+
+    def fire(self, row: JobRow) -> bool:
+        """Record an occurrence that is to start at once, unless anything about it needs a second look."""
+        name = cast(str, row.schedule)
+        record, rule = self._schedules.get(name, (None, None))
+        last = self._occurrences.get(name)
+        ready = record is not None and not record.paused and record.last < cast(int, row.fire_time) and rule == row.rule
+        if not ready or row.by_hand or (last is not None and last.finished is None):
+            return False
+        self._schedules[name] = ScheduleRecord(cast(int, row.fire_time), False), rule
+        self._occurrences[name] = row
+        return True
+
+    def _supersede(self, last: JobRow, now: int) -> bool:
+        """Give up a run that waits for its retry."""
+        if last.state is not State.PENDING or last.attempts == 0:
+            return False
+        self._leave(last)
+        last.state, last.reason, last.finished, last.ready = State.CANCELLED, SUPERSEDED, now, None
+        self._finish(last, False)
+        return True
 
     def _add(self, row: JobRow) -> None:
         self._rows[row.seq] = row
@@ -2686,12 +3311,14 @@ class MemoryStore:
             self._keys.get((row.task, cast(str, row.key), State.RUNNING)),
         )
 
-    def _become_pending(self, row: JobRow, now: int, held: bool = False) -> None:
+    def _become_pending(self, row: JobRow, now: int, ready: int | None = None) -> None:
+        """`ready`: why it is not to be claimed, if it is not."""
         self.pending += 1
+        self.recurring_pending += row.recurrence is not None
         if row.key is not None:
             self._keys[row.task, row.key, State.PENDING] = row
-        if held:
-            row.ready = HELD
+        if ready is not None:
+            row.ready = ready
         else:
             self._enlist(row, now)
 
@@ -2716,6 +3343,7 @@ class MemoryStore:
         """Forget what made the row pending or running; its heap entry dies by itself."""
         if row.state is State.PENDING:
             self.pending -= 1
+            self.recurring_pending -= row.recurrence is not None
         if row.key is not None and self._keys.get((row.task, row.key, row.state)) is row:
             del self._keys[row.task, row.key, row.state]
 
@@ -2791,6 +3419,8 @@ class MemoryStore:
                 continue
             self._leave(row)
             change = heeding(change, row.cancel_at)
+            if row.recurrence is not None:
+                change, row.recurrence, row.fire_time = recur(change, row.recurrence, row.fire_time or 0, now)
             successor = self._same_key(row)[0] if row.key is not None else None
             apply(row, change, now)
             if successor is not None:
@@ -2800,7 +3430,7 @@ class MemoryStore:
                 if successor.ready == HELD:
                     self._enlist(successor, now)
             if row.state is State.PENDING:
-                self._become_pending(row, now)
+                self._become_pending(row, now, PAUSED if is_paused(row.recurrence) else None)
             else:
                 self._finish(row, change.keep and row.state is change.state)
             changed[row.seq] = row.state
@@ -2842,7 +3472,7 @@ class MemoryStore:
             for name, value in FRESH.items():
                 setattr(row, name, value)
             row.run_at = now
-            self._become_pending(row, now, held=row.key is not None and self._same_key(row)[1] is not None)
+            self._become_pending(row, now, HELD if row.key is not None and self._same_key(row)[1] is not None else None)
         return [row.id for row in again]
 
     async def _requeue_dead(self, id: bytes, now: int) -> Sequence[bytes]:
@@ -2894,6 +3524,50 @@ class MemoryStore:
     async def paused(self) -> frozenset[str]:
         return self.held
 
+    async def define(self, schedules: Sequence[tuple[str, str, int]], now: int) -> Mapping[str, ScheduleRecord]:
+        for name, rule, moment in schedules:
+            record, known = self._schedules.get(name, (None, None))
+            if record is None or known not in (None, rule):
+                record = ScheduleRecord(max(moment, record.last if record else moment), record is not None and record.paused)
+            self._schedules[name] = record, rule
+        return {name: self._schedules[name][0] for name, _, _ in schedules}
+
+    async def suspend(self, schedule: str, paused: bool, now: int) -> None:
+        record, rule = self._schedules.get(schedule, (ScheduleRecord(now, False), None))
+        self._schedules[schedule] = ScheduleRecord(record.last if paused else max(record.last, now), paused), rule
+
+    async def undefine(self, schedule: str) -> None:
+        self._schedules.pop(schedule, None)
+
+    async def recurring(self, task: str | None, key: str | None, after: int, limit: int) -> Sequence[JobRow]:
+        rows = (row for row in self._rows.values() if row.recurrence and row.finished is None and row.seq > after)
+        return heapq.nsmallest(
+            limit, (row for row in rows if task in (None, row.task) and key in (None, row.key)), key=lambda row: row.seq
+        )
+
+    async def hold(self, id: bytes, paused: bool, now: int) -> bool:
+        for row in await self.get([id]):
+            if row.recurrence and row.finished is None:
+                row.recurrence = Recurrence.of(row.recurrence)._replace(paused=paused).as_text()
+                if row.state is State.PENDING and paused:
+                    row.ready, row.ticket = PAUSED, row.ticket + 1
+                elif row.ready == PAUSED:
+                    row.run_at = row.fire_time = rule_from(Recurrence.of(row.recurrence).rule).next_at(now)
+                    self._enlist(row, now)
+                return True
+        return False
+
+    async def unschedule(self, task: str, key: str, now: int) -> bool:
+        row = self._keys.get((task, key, State.PENDING)) or self._keys.get((task, key, State.RUNNING))
+        if row is None or not row.recurrence:
+            return False
+        row.recurrence = UNSCHEDULED
+        if row.state is State.PENDING:
+            self._leave(row)
+            row.state, row.reason, row.finished, row.ready = State.CANCELLED, "unscheduled", now, None
+            self._finish(row, False)
+        return True
+
     async def prune(self, now: int, limit: int = 500) -> int:
         old = [row for row in self._finished if row.keep_until is not None and row.keep_until <= now][:limit]
         for row in old:
@@ -2903,6 +3577,11 @@ class MemoryStore:
 
     async def close(self) -> None:
         """Nothing to close; rows that are left belong to whoever holds a handle."""
+
+    @property
+    def waiting(self) -> int:
+        """How many jobs are pending that will be gone one day."""
+        return self.pending - self.recurring_pending
 
     def has_due(self, now: int) -> bool:
         """Whether anything waits only for room."""
@@ -2944,7 +3623,7 @@ class MemoryStore:
                 row.state, row.reason, row.finished = State.CANCELLED, MERGED, now
             else:
                 self._add(row)
-                self._become_pending(row, now, held=running is not None)
+                self._become_pending(row, now, HELD if running is not None else None)
 
 
 # ── 14. SQLite store: schema and statements ───────────────────────────────────────────────────────────────────────────
@@ -3021,7 +3700,13 @@ MIGRATIONS: Final = (
             id TEXT PRIMARY KEY, namespace TEXT NOT NULL, port INTEGER, started INTEGER NOT NULL, seen INTEGER NOT NULL
         ) STRICT""",
     ),
-    ("ALTER TABLE tinyq_jobs ADD COLUMN progress TEXT",),
+    (
+        "ALTER TABLE tinyq_jobs ADD COLUMN progress TEXT",
+        "ALTER TABLE tinyq_schedules ADD COLUMN rule TEXT",  # unknown: of a file from before
+        "ALTER TABLE tinyq_schedules ADD COLUMN paused INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE tinyq_jobs ADD COLUMN recurrence TEXT",
+        "CREATE INDEX tinyq_recurring ON tinyq_jobs (namespace, seq) WHERE recurrence IS NOT NULL AND finished IS NULL",
+    ),
 )
 
 GIVEN: Final = [column for column in COLUMNS if column not in ("seq", "progress")]
@@ -3041,10 +3726,24 @@ INSERT_HANDED: Final = (
 SAME_KEY: Final = f"SELECT {ALL} FROM tinyq_jobs WHERE namespace = ? AND task = ? AND key = ? AND state = ? AND finished IS NULL"
 REPLACE: Final = f"UPDATE tinyq_jobs SET {', '.join(f'{c} = :{c}' for c in REPLACED)}, ready = :ready WHERE seq = :seq"
 FIRE: Final = (
-    "INSERT INTO tinyq_schedules VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET last_fire = excluded.last_fire "
-    "WHERE last_fire < excluded.last_fire"
+    "INSERT INTO tinyq_schedules (namespace, name, last_fire, rule) VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE "
+    "SET last_fire = excluded.last_fire, rule = coalesce(rule, excluded.rule) "
+    "WHERE last_fire < excluded.last_fire AND paused = 0 AND coalesce(rule = excluded.rule, 1)"
 )
-OVERLAP: Final = "SELECT 1 FROM tinyq_jobs WHERE namespace = ? AND schedule = ? AND finished IS NULL LIMIT 1"
+DEFINE: Final = (
+    "INSERT INTO tinyq_schedules (namespace, name, rule, last_fire) VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE "
+    "SET rule = excluded.rule, last_fire = CASE WHEN coalesce(rule = excluded.rule, 1) THEN last_fire "
+    "ELSE max(last_fire, excluded.last_fire) END RETURNING last_fire, paused"
+)
+SUSPEND: Final = (
+    "INSERT INTO tinyq_schedules (namespace, name, last_fire, paused) VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE "
+    "SET paused = excluded.paused, "
+    "last_fire = CASE WHEN excluded.paused THEN last_fire ELSE max(last_fire, excluded.last_fire) END"
+)
+UNDEFINE: Final = "DELETE FROM tinyq_schedules WHERE namespace = ? AND name = ?"
+OVERLAP: Final = (
+    "SELECT seq, state = 'pending' AND attempts > 0 FROM tinyq_jobs WHERE namespace = ? AND schedule = ? AND finished IS NULL"
+)
 
 # The claim. First whether there is anything at all: what comes due next, and the lowest lane (0: a stray) of each claim index.
 EDGES: Final = (
@@ -3091,7 +3790,8 @@ HOW_FAR: Final = (
     "WHERE seq = claim.value ->> 0 AND claim_no = claim.value ->> 1 AND state = 'running' RETURNING seq"
 )
 STILL_HELD: Final = (
-    "SELECT claim.key, job.task, job.key, job.cancel_at FROM json_each(?) AS claim CROSS JOIN tinyq_jobs AS job "
+    "SELECT claim.key, job.task, job.key, job.cancel_at, job.recurrence, job.fire_time "
+    "FROM json_each(?) AS claim CROSS JOIN tinyq_jobs AS job "
     "ON job.seq = claim.value ->> 0 WHERE job.claim_no = claim.value ->> 1 AND job.state = 'running' AND job.lease < ?"
 )
 DONE_WITH: Final = (
@@ -3103,6 +3803,17 @@ SETTLE: Final = (
     "UPDATE tinyq_jobs SET state = ?1, ready = ?, run_at = ?, attempts = ?, snoozes = ?, interruptions = ?, lost = ?, "
     "parked = ?, reason = ?, error = ?, traceback = ?, result = ?, keep_until = ?, finished = ?, lease = NULL, "
     "progress = CASE WHEN ?1 <> 'pending' THEN progress END WHERE seq = ?"
+)
+MOVE_ON: Final = (
+    "UPDATE tinyq_jobs SET state = ?, ready = ?, run_at = ?, attempts = ?, snoozes = ?, interruptions = ?, lost = ?, parked = ?, "
+    "reason = ?, error = ?, traceback = ?, fire_time = ?, recurrence = ?, lease = NULL WHERE seq = ?"
+)
+RESCHEDULE: Final = (
+    "UPDATE tinyq_jobs SET payload = :payload, payload_version = :payload_version, options = :options, headers = :headers, "
+    "queue = :queue, lane = :lane, priority = :priority, recurrence = :recurrence WHERE seq = :seq"
+)
+START_AFRESH: Final = (
+    "UPDATE tinyq_jobs SET run_at = ?, fire_time = ?, attempts = 0, ready = ? WHERE seq = ? AND state = 'pending' AND ready <> 4"
 )
 RELEASE: Final = (
     "UPDATE tinyq_jobs SET run_at = min(run_at, ?), ready = CASE WHEN min(run_at, ?) > ? THEN 0 WHEN lost > 0 THEN 3 ELSE 1 END "
@@ -3126,6 +3837,10 @@ COUNTS: Final = (
 # What stands after a payload in the file cannot be read without it.
 LIGHT: Final = ", ".join("NULL" if column in ("payload", "result", "progress") else column for column in COLUMNS)
 # With the moment said twice SQLite begins where it is in the index: it does not look into a comparison of row values.
+RECURRING: Final = (
+    f"SELECT {LIGHT} FROM tinyq_jobs WHERE namespace = :namespace AND recurrence IS NOT NULL AND finished IS NULL "
+    "AND seq > :after AND (:task IS NULL OR task = :task) AND (:key IS NULL OR key = :key) ORDER BY seq LIMIT :limit"
+)
 DEAD_ROWS: Final = (
     f"SELECT {LIGHT} FROM tinyq_jobs WHERE namespace = :namespace AND state = 'dead' AND finished <= :finished "
     "AND (finished, seq) < (:finished, :seq) AND (:task IS NULL OR task = :task) ORDER BY finished DESC, seq DESC LIMIT :limit"
@@ -3236,11 +3951,19 @@ def insert_special(db: sqlite3.Connection, namespace: str, row: JobRow, now: int
     """A row with a key, an occurrence of a schedule, or a job that has run before."""
     row.namespace, row.ready = namespace, claimable(row.run_at, row.lost, now)
     row.lane = lane_of(namespace, row.queue, row.task)
-    if row.schedule is not None:
-        if db.execute(FIRE, (row.namespace, row.schedule, row.fire_time)).rowcount == 0:
-            return Inserted(row, "lost")
-        if db.execute(OVERLAP, (row.namespace, row.schedule)).fetchone():
+    superseded = False
+    if row.schedule is not None and not row.by_hand:
+        if db.execute(FIRE, (row.namespace, row.schedule, row.fire_time, row.rule)).rowcount == 0:
+            return Inserted(row, why_not_fired(db, row))
+        others = db.execute(OVERLAP, (row.namespace, row.schedule)).fetchall()
+        superseded = any(waits_for_retry for _, waits_for_retry in others)
+        db.execute(DELETE, (encode_json([seq for seq, waits_for_retry in others if waits_for_retry]),)) if superseded else None
+        if row.overlap == "skip" and not all(waits_for_retry for _, waits_for_retry in others):
             return Inserted(row, "overlap")
+    if row.recurrence is not None:
+        known = same_key(db, row, State.PENDING) or same_key(db, row, State.RUNNING)
+        if known is not None:
+            return reschedule(db, known, row, now)
     if row.key is not None:
         pending, running = same_key(db, row, State.PENDING), same_key(db, row, State.RUNNING)
         action = resolve_key(row.on_conflict, pending, running)
@@ -3255,7 +3978,47 @@ def insert_special(db: sqlite3.Connection, namespace: str, row: JobRow, now: int
             return Inserted(existing, "existing")
         row.ready = HELD if action == "hold" else row.ready
     db.execute(INSERT, as_values(row))
-    return Inserted(row, "created")
+    return Inserted(row, "created", superseded)
+
+
+def reschedule(db: sqlite3.Connection, known: JobRow, row: JobRow, now: int) -> Inserted:
+    """Give a recurring job other arguments, options or another rule; of one that runs, from its next run on."""
+    row.recurrence, afresh = redefined(cast(str, known.recurrence), cast(str, row.recurrence))
+    row.seq = known.seq
+    told = ("payload", "payload_version", "options", "headers", "queue", "lane", "priority", "recurrence", "seq")
+    if all(getattr(known, name) == getattr(row, name) for name in told):
+        return Inserted(known, "existing")
+    db.execute(RESCHEDULE, {name: getattr(row, name) for name in told})
+    if afresh:
+        db.execute(START_AFRESH, (row.run_at, row.fire_time, claimable(row.run_at, 0, now), known.seq))
+    return Inserted(same_key(db, row, known.state) or row, "replaced")
+
+
+def hold_row(db: sqlite3.Connection, namespace: str, id: bytes, paused: bool, now: int) -> bool:
+    for row in read_rows(db, namespace, [id], LIGHT):
+        if row.recurrence and row.finished is None:
+            recurrence = Recurrence.of(row.recurrence)._replace(paused=paused)
+            db.execute("UPDATE tinyq_jobs SET recurrence = ? WHERE seq = ?", (recurrence.as_text(), row.seq))
+            if row.state is State.PENDING and paused:
+                db.execute("UPDATE tinyq_jobs SET ready = ? WHERE seq = ?", (PAUSED, row.seq))
+            elif row.ready == PAUSED and not paused:
+                upcoming = rule_from(recurrence.rule).next_at(now)
+                again = "UPDATE tinyq_jobs SET ready = ?, run_at = ?, fire_time = ? WHERE seq = ?"
+                db.execute(again, (claimable(upcoming, row.lost, now), upcoming, upcoming, row.seq))
+            return True
+    return False
+
+
+def unschedule_row(db: sqlite3.Connection, namespace: str, task: str, key: str) -> bool:
+    where = "WHERE namespace = ? AND task = ? AND key = ? AND recurrence <> '' AND finished IS NULL AND state = "
+    deleted = db.execute(f"DELETE FROM tinyq_jobs {where} 'pending'", (namespace, task, key)).rowcount
+    return deleted + db.execute(f"UPDATE tinyq_jobs SET recurrence = '' {where} 'running'", (namespace, task, key)).rowcount > 0
+
+
+def why_not_fired(db: sqlite3.Connection, row: JobRow) -> Literal["lost", "paused", "stale"]:
+    select = "SELECT coalesce(rule <> ?, 0), paused FROM tinyq_schedules WHERE namespace = ? AND name = ?"
+    stale, paused = db.execute(select, (row.rule, row.namespace, row.schedule)).fetchone()
+    return "stale" if stale else "paused" if paused else "lost"
 
 
 def same_key(db: sqlite3.Connection, row: JobRow, state: State) -> JobRow | None:
@@ -3382,8 +4145,15 @@ def settle_rows(
         return states
     claims = encode_json([(change.seq, change.claim_no) for change in settlements])
     gone: list[int] = []
-    for i, task_name, key, cancel_at in db.execute(STILL_HELD, (claims, lease_before)).fetchall():
+    for i, task_name, key, cancel_at, recurrence, fire_time in db.execute(STILL_HELD, (claims, lease_before)).fetchall():
         change = heeding(settlements[i], cancel_at)
+        if recurrence is not None:
+            change, recurrence, fire_time = recur(change, recurrence, fire_time, now)
+            if change.state is State.PENDING:
+                ready = PAUSED if is_paused(recurrence) else claimable(change.run_at, change.lost, now)
+                db.execute(MOVE_ON, (*pending_values(change, ready), fire_time, recurrence, change.seq))
+                states[change.seq] = State.PENDING
+                continue
         states[change.seq] = change.state
         if not change.keep and key is None:
             gone.append(change.seq)
@@ -3411,14 +4181,17 @@ def delete_done(
     return [change for change in settlements if change.seq not in states]
 
 
+def pending_values(change: Settlement, ready: int | None) -> tuple[Any, ...]:
+    return (
+        change.state, ready, change.run_at, change.attempts, change.snoozes, change.interruptions, change.lost, change.parked,
+        change.reason, change.error, change.traceback,
+    )  # fmt: skip
+
+
 def write_settlement(db: sqlite3.Connection, change: Settlement, now: int) -> None:
     ready = claimable(change.run_at, change.lost, now) if change.state is State.PENDING else None
-    values = (
-        change.state, ready, change.run_at, change.attempts, change.snoozes, change.interruptions, change.lost, change.parked,
-        change.reason, change.error, change.traceback, change.result,
-        *((None, None) if change.state is State.PENDING else (change.keep_until, now)), change.seq,
-    )  # fmt: skip
-    db.execute(SETTLE, values)
+    ends = (None, None) if change.state is State.PENDING else (change.keep_until, now)
+    db.execute(SETTLE, (*pending_values(change, ready), change.result, *ends, change.seq))
 
 
 def settle_keyed(db: sqlite3.Connection, namespace: str, change: Settlement, task_name: str, key: str, now: int) -> State:
@@ -4200,6 +4973,29 @@ class SQLiteStore:
 
     async def paused(self) -> frozenset[str]:
         return await self._read(lambda db: paused_queues(db, self._namespace))
+
+    async def define(self, schedules: Sequence[tuple[str, str, int]], now: int) -> Mapping[str, ScheduleRecord]:
+        def write(db: sqlite3.Connection) -> Mapping[str, ScheduleRecord]:
+            found = ((name, db.execute(DEFINE, (self._namespace, name, rule, at)).fetchone()) for name, rule, at in schedules)
+            return {name: ScheduleRecord(last, bool(paused)) for name, (last, paused) in found}
+
+        return await self._write(write)
+
+    async def suspend(self, schedule: str, paused: bool, now: int) -> None:
+        await self._write(lambda db: db.execute(SUSPEND, (self._namespace, schedule, now, paused)).rowcount)
+
+    async def undefine(self, schedule: str) -> None:
+        await self._write(lambda db: db.execute(UNDEFINE, (self._namespace, schedule)).rowcount)
+
+    async def recurring(self, task: str | None, key: str | None, after: int, limit: int) -> Sequence[JobRow]:
+        values = {"namespace": self._namespace, "task": task, "key": key, "after": after, "limit": limit}
+        return [as_row(found) for found in await self._read(lambda db: db.execute(RECURRING, values).fetchall())]
+
+    async def hold(self, id: bytes, paused: bool, now: int) -> bool:
+        return await self._write(lambda db: self._note_due(hold_row(db, self._namespace, id, paused, now), now))
+
+    async def unschedule(self, task: str, key: str, now: int) -> bool:
+        return await self._write(lambda db: unschedule_row(db, self._namespace, task, key))
 
     async def prune(self, now: int, limit: int = 500) -> int:
         return await self._write(lambda db: prune_rows(db, now, limit), look=lambda db: nothing_to_prune(db, now))
@@ -5502,6 +6298,22 @@ def lost_for_good(row: JobRow, settings: Settings) -> bool:
     return row.attempts > settings.retry.max_attempts or (settings.on_lost == "dead" and row.reason == WORKER_LOST)
 
 
+def choose_fire_time(job: Running, now: int) -> bool:
+    """For which of the fire times that have passed a recurring job runs; False for none of them, as it is too late."""
+    recurrence, due = Recurrence.of(cast(str, job.recurrence)), cast(int, job.fire_time)
+    rule = rule_from(recurrence.rule)
+    latest, chosen, missed = choose(rule, recurrence.misfire, recurrence.grace, due - 1, now)
+    if not chosen:
+        job.ran = Ran(latest, now, missed) if latest >= due else None  # None: a clock has been set back since it was claimed
+        return job.ran is None
+    job.fire_time = chosen[0] if recurrence.misfire == "all" else chosen[-1]
+    superseded = job.fire_time != due and job.attempts > 1  # it was late for its retry, and the next fire time has come
+    if superseded:
+        job.attempts, job.snoozes = 1, 0
+    job.ran = Ran(job.fire_time, now, missed - superseded, superseded)
+    return True
+
+
 def prepare_call(job: Running, clock: Clock) -> Outcome | Arguments:
     """The arguments, or why the handler is not to be called."""
     if job.refused is not None:
@@ -5510,6 +6322,8 @@ def prepare_call(job: Running, clock: Clock) -> Outcome | Arguments:
         return Outcome("expired", reason="expired before it started")
     if lost_for_good(job, job.settings):
         return Outcome("lost", reason=WORKER_LOST)
+    if job.recurrence and not choose_fire_time(job, clock.time()):
+        return Outcome("missed")
     if job.args is not None:
         return job.args, job.kwargs
     try:
@@ -5762,6 +6576,8 @@ def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
             return died(row, settings, now, reason=WORKER_LOST, error=WORKER_LOST, attempts=starts, lost=lost)
         case "lost":
             return again(row, settings, now, now, lost=row.lost + 1, reason=WORKER_LOST, error=WORKER_LOST)
+        case "missed":
+            return again(row, settings, now, row.run_at, attempts=back, reason=MISSED)
         case "dropped":
             raise ValueError("an outcome without a claim is not written")
 
@@ -5825,7 +6641,12 @@ def settlement(row: JobRow, state: State, run_at: int, keep: bool, changes: Mapp
 def report(row: JobRow, outcome: Outcome, change: Settlement) -> None:
     """The log line of an outcome, if it deserves one: WARNING for a retry, ERROR with traceback for the end."""
     if change.state is State.DEAD:
-        log.error("%s is dead, %s: %s", label(row), change.reason, change.error, exc_info=outcome.error)
+        fate = "failed for this fire time" if row.recurrence else "is dead"
+        log.error("%s %s, %s: %s", label(row), fate, change.reason, change.error, exc_info=outcome.error)
+    elif outcome.kind == "missed" and row.ran is not None:
+        log.warning(
+            "%s missed %d fire times: it is %.1f s late", label(row), row.ran.missed, (row.ran.started - row.ran.fire_time) / 1e6
+        )
     elif outcome.kind in ("failed", "timeout"):
         log.warning("%s failed: %s; next start at %s", label(row), change.error, as_datetime(change.run_at))
     elif outcome.kind == "parked" and row.parked is None:
@@ -6105,7 +6926,7 @@ class Crew:
         job.handler, job.settings, job.tier = handler, settings, tier
         if not tier.claiming:  # claimed while the tier was being closed
             refused = Outcome("unstarted")
-        if refused is not None or job.expires is not None or job.lost:
+        if refused is not None or job.expires is not None or job.lost or job.recurrence:
             job.refused, job.doubtful = refused, True
         job.deadline = deadline = self._clock.monotonic() + settings.timeout
         if deadline < self._next_deadline:
@@ -6218,10 +7039,10 @@ class Crew:
             log.warning("%s: %s; its outcome is not written", label(job), outcome.reason)
             self._leave(job, now)
         elif job.tier.durable:
-            self._ended.append((job, outcome, decide(job, outcome, job.settings, now)))
+            self._ended.append((job, outcome, decide(job, outcome, job.settings, now)._replace(ran=job.ran)))
             self.settle_wake.set()
         else:
-            change = decide(job, outcome, job.settings, now)
+            change = decide(job, outcome, job.settings, now)._replace(ran=job.ran)
             self._settled(job, outcome, change, self.memory.settle_now([change], now).get(job.seq), now)
 
     async def settle(self, tier: Tier, now: int) -> float:
@@ -6259,7 +7080,11 @@ class Crew:
         else:
             if outcome is not DONE:
                 report(job, outcome, change)
-            if job.tier.durable:
+            if job.recurrence:  # what becomes of it next is known to the store
+                job.state, job.ran = state, None
+                job.args = None if job.tier.durable else job.args
+                self.live.pop(job.id, None)
+            elif job.tier.durable:
                 apply(job, change, now)
                 job.args = None
                 if state is not change.state:
@@ -6430,103 +7255,255 @@ class Crew:
 
 
 # ── 28. Loops: schedules ──────────────────────────────────────────────────────────────────────────────────────────────
-# Fire times are multiples of the period since the epoch, the same in every process. One scheduler a tier, with one heap.
+# Turns fire times into jobs. Fire times follow from the rule alone, the same in every process; which of those that have passed
+# are run is the misfire policy's, whether one may start beside the last is the store's, which sees them all. There is no leader.
 
 LONGEST_SLEEP: Final = 60.0  # so that a step of the wall clock, or a suspended machine, is noticed
+STEP: Final = 1.0  # seconds by which the wall clock must jump back to count as set
+LONGEST_PERIOD: Final = 9 * 366 * 86_400_000_000  # microseconds: from one 29 February to the next over a year 2100
 
 
-class Schedule(Record):
-    """One `every`, and what it has done in this process."""
+class Periodic(Record):
+    """One schedule, and what it has done in this process."""
 
     handler: Handler
-    period: int
-    offset: int
+    rule: Rule
+    overlap: Overlap
+    misfire: Misfire
+    grace: float | None  # seconds; None: the default
     immediate: bool
     per_process: bool
+    text: str  # the rule
+    period: int  # of an interval, microseconds; else 0
+    prompt: float  # late by less than this it needs no policy
+    settings: Settings | None = None  # of its jobs, in this run of the engine
+    since: int = 0  # up to here fire times are dealt with
     next: int = 0
+    forced: bool = False  # its first run is due however late it is
+    ended: bool = False  # removed, stood down, or broken
+    paused: bool = False
     last: int | None = None
     fired: int = 0
     skipped: int = 0
     missed: int = 0
+    superseded: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.handler.name
 
     def stats(self) -> ScheduleStats:
-        name = self.handler.name
-        last, next = as_datetime(self.last), as_datetime(self.next or None)
-        return ScheduleStats(name=name, fired=self.fired, skipped=self.skipped, missed=self.missed, last=last, next=next)
+        return ScheduleStats(
+            name=self.name, fired=self.fired, skipped=self.skipped, missed=self.missed, last=as_datetime(self.last),
+            next=None if self.ended else as_datetime(self.next or None), superseded=self.superseded, paused=self.paused,
+        )  # fmt: skip
+
+    def afresh(self) -> Periodic:
+        """Another one, that has done nothing yet."""
+        given = ("handler", "rule", "overlap", "misfire", "grace", "immediate", "per_process", "text", "period", "prompt")
+        return Periodic(**{name: getattr(self, name) for name in given})
+
+    def begin(self, now: int) -> int:
+        """The moment that stands for its last fire time if none is recorded."""
+        if self.immediate and (passed := self.rule.passed(now - LONGEST_PERIOD, now, 1)[1]):
+            return passed[-1] - 1
+        return now
+
+    def arm(self, since: int) -> None:
+        """Deal with the fire times after this moment."""
+        regular = self.period and since == self.next
+        self.since, self.next = since, since + self.period if regular else self.rule.next_at(since)
+        if self.next <= since:
+            raise ValueError(f"the next fire time after {as_datetime(since)} would be {as_datetime(self.next)}")
+
+    def choose(self, now: int) -> tuple[int, list[int], int]:
+        """The latest fire time that has passed, those to be run, and how many are missed."""
+        if now - self.next < self.prompt:
+            return self.next, [self.next], 0
+        latest, chosen, missed = choose(self.rule, self.misfire, self.grace, self.since, now)
+        if self.forced and not chosen and latest > self.since:
+            return latest, [latest], missed - 1
+        return latest, chosen, missed
+
+
+FIRED: Final = Inserted(cast(JobRow, None), "created")  # and started at once
 
 
 class Scheduler:
-    """Inserts a job at every fire time of its schedules; late, it fires once for the latest and counts the missed ones."""
+    """Inserts a job at every fire time of its schedules: one heap, one timer."""
 
-    def __init__(self, tier: Tier, make_row: Callable[[Schedule, int, int], JobRow]) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        clock: Clock,
+        make_row: Callable[[Periodic, int], JobRow],
+        insert: Callable[[Sequence[JobRow], int], Awaitable[Sequence[Inserted]]],
+    ) -> None:
         self.wake = asyncio.Event()
         self.firing = True
         self._tier = tier
+        self._clock = clock
         self._make_row = make_row
-        self._heap: list[tuple[int, int, Schedule]] = []
+        self._insert = insert
+        self._heap: list[tuple[int, int, Periodic]] = []
+        self._new: list[Periodic] = []
         self._order = itertools.count()
         self._under_way = False
+        self._drift = math.inf  # by how much the wall clock is ahead of the steady one
 
-    def add(self, schedule: Schedule, now: int) -> None:
-        upcoming = next_fire(now, schedule.period, schedule.offset)
-        schedule.next = upcoming - schedule.period if schedule.immediate else upcoming
-        self._push(schedule)
+    def add(self, periodic: Periodic, now: int) -> None:
+        periodic.ended = False
+        with contextlib.suppress(Exception):  # said when it is armed for good
+            periodic.arm(periodic.begin(now))
+        self._new.append(periodic)
         self.wake.set()
 
     def is_due(self, now: int) -> bool:
-        return self.firing and bool(self._heap) and self._heap[0][0] <= now
+        return self.firing and (bool(self._new) or (bool(self._heap) and self._heap[0][0] <= now))
 
     def is_busy(self, now: int) -> bool:
         """Whether a fire time is due, or is being turned into a job."""
         return self._under_way or self.is_due(now)
 
-    def _push(self, schedule: Schedule) -> None:
-        heapq.heappush(self._heap, (schedule.next, next(self._order), schedule))
+    def pass_over(self, now: int) -> None:
+        """Go on as if what has come due by now had never been meant to fire."""
+        for _, _, periodic in self._heap:
+            if periodic.next <= now and not periodic.forced:
+                periodic.arm(now)
+        self._sort()
+
+    def _sort(self) -> None:
+        self._heap = [(periodic.next, order, periodic) for _, order, periodic in self._heap]
+        heapq.heapify(self._heap)
+
+    def _push(self, periodic: Periodic) -> None:
+        heapq.heappush(self._heap, (periodic.next, next(self._order), periodic))
 
     async def step(self, now: int) -> float:
-        due: list[tuple[Schedule, int, int]] = []
-        while self.is_due(now):
-            schedule = heapq.heappop(self._heap)[2]
-            missed = missed_fires(schedule.next, now, schedule.period)
-            due.append((schedule, schedule.next + missed * schedule.period, missed))
-        self._under_way = bool(due)
+        await self._notice_step_back(now)
+        self._under_way = self.is_due(now)
         try:
-            await self._fire(due, now)
-        finally:  # after an error the fire time is still the next one
+            await self._enroll(now)
+            await self._fire(now)
+        finally:
             self._under_way = False
-            for schedule, _, _ in due:
-                self._push(schedule)
         if not self.firing or not self._heap:
             return math.inf
         return min(LONGEST_SLEEP, (self._heap[0][0] - now) / 1e6)
 
-    async def _fire(self, due: Sequence[tuple[Schedule, int, int]], now: int) -> None:
-        rows = [self._make_row(schedule, fire_time, now) for schedule, fire_time, _ in due]
-        inserted = await self._tier.store.insert(rows, now) if rows else ()
-        for (schedule, fire_time, missed), answer in zip(due, inserted, strict=True):
-            schedule.next = fire_time + schedule.period
-            if missed:
-                schedule.missed += missed
-                log.warning(
-                    "schedule %s missed %d fire times: it was %.1f s late", schedule.handler.name, missed, (now - fire_time) / 1e6
-                )
-            if answer.verdict == "lost":
-                log.debug("schedule %s: another process has fired %s", schedule.handler.name, as_datetime(fire_time))
+    async def _notice_step_back(self, now: int) -> None:
+        """An interval of this process alone keeps its pace when the wall clock is set back. What is recorded in a database does
+        not: a fire time that has been run is not run again."""
+        drift = now / 1e6 - self._clock.monotonic()
+        set_back, self._drift = drift < self._drift - STEP < math.inf, drift
+        if set_back and not self._tier.durable:
+            for _, _, periodic in self._heap:
+                if isinstance(periodic.rule, Every) and periodic.next - now > periodic.rule.period:
+                    await self._tier.store.undefine(periodic.name)
+                    periodic.arm(now - 1)
+            self._sort()
+
+    async def _enroll(self, now: int) -> None:
+        """Define what is new, and go on from the last fire time that is recorded of it, which may be from before a restart."""
+        new = [periodic for periodic in self._new if not periodic.ended]
+        begins = [periodic.begin(now) for periodic in new]
+        definitions = [(t.name, t.text, begin) for t, begin in zip(new, begins, strict=True)]
+        records = await self._tier.store.define(definitions, now) if new else {}
+        self._new = [periodic for periodic in self._new if periodic not in new and not periodic.ended]
+        for periodic, begin in zip(new, begins, strict=True):
+            record = records[periodic.name]
+            periodic.paused = record.paused
+            periodic.forced = periodic.immediate and record.last == begin
+            self._rearm(periodic, record.last)
+            if record.last > now + LATENESS[0] * 1e6:
+                fired = as_datetime(record.last)
+                log.warning("schedule %s has fired for %s, which is yet to come: it fires again after that", periodic.name, fired)
+
+    def _rearm(self, periodic: Periodic, since: int) -> None:
+        """Back onto the heap; a rule that fails costs the others nothing."""
+        if periodic.ended:
+            return
+        try:
+            periodic.arm(since)
+            self._push(periodic)
+        except Exception as error:
+            periodic.ended = True
+            log.error("schedule %s is stopped, its rule fails: %s", periodic.name, error_text(error), exc_info=error)
+
+    async def _fire(self, now: int) -> None:
+        due: list[tuple[Periodic, int, list[int], int]] = []
+        rows: list[JobRow] = []
+        while self.firing and self._heap and self._heap[0][0] <= now:
+            periodic = heapq.heappop(self._heap)[2]
+            if periodic.ended:
                 continue
-            schedule.last = fire_time
-            if answer.verdict == "overlap":
-                schedule.skipped += 1
-                log.info("schedule %s skips %s: its last run is not over", schedule.handler.name, as_datetime(fire_time))
-            else:
-                schedule.fired += 1
-        if rows:
-            self._tier.wake.set()
+            try:
+                latest, chosen, missed = periodic.choose(now)
+                made = [self._make_row(periodic, moment) for moment in chosen]
+            except Exception as error:
+                periodic.ended = True
+                log.error("schedule %s is stopped, its rule fails: %s", periodic.name, error_text(error), exc_info=error)
+                continue
+            due.append((periodic, latest, chosen, missed))
+            rows += made
+        try:
+            answers = iter(await self._insert(rows, now) if rows else ())
+        except BaseException:
+            for periodic, *_ in due:  # the fire time is still the next one
+                self._push(periodic)
+            raise
+        for periodic, latest, chosen, _ in due:
+            periodic.forced = False
+            for moment in chosen:
+                self._note(periodic, moment, next(answers))
+            self._rearm(periodic, latest)
+        self._note_missed([(periodic, missed, now - latest) for periodic, latest, _, missed in due if missed])
+
+    @staticmethod
+    def _note_missed(late: Sequence[tuple[Periodic, int, int]]) -> None:
+        """One line for all that one delay has cost."""
+        for periodic, missed, _ in late:
+            periodic.missed += missed
+        if len(late) == 1:
+            periodic, missed, delay = late[0]
+            log.warning("schedule %s missed %d fire times: it was %.1f s late", periodic.name, missed, delay / 1e6)
+        elif late:
+            names = ", ".join(periodic.name for periodic, _, _ in late[:5]) + ", …" * (len(late) > 5)
+            missed, delay = sum(missed for _, missed, _ in late), max(delay for _, _, delay in late)
+            log.warning(
+                "%d schedules missed %d fire times: they were up to %.1f s late: %s", len(late), missed, delay / 1e6, names
+            )
+
+    def _note(self, periodic: Periodic, moment: int, answer: Inserted) -> None:
+        if answer is FIRED:
+            periodic.last = moment
+            periodic.fired += 1
+            return
+        periodic.superseded += answer.superseded
+        periodic.paused = answer.verdict == "paused"
+        match answer.verdict:
+            case "lost":
+                log.debug("schedule %s: another process has fired %s", periodic.name, as_datetime(moment))
+            case "stale":
+                periodic.ended = True
+                log.warning(
+                    "schedule %s stands down in this process: another one has defined it differently since", periodic.name
+                )
+            case "overlap" | "existing":
+                periodic.last = moment
+                periodic.skipped += 1
+                log.info("schedule %s skips %s: its last run is not over", periodic.name, as_datetime(moment))
+            case "created":
+                periodic.last = moment
+                periodic.fired += 1
 
 
 # ── 29. Engine: taking work in ────────────────────────────────────────────────────────────────────────────────────────
 # What lives between `start` and `stop` is the engine, told in three layers. This one holds the stores and the crew, makes rows
 # and inserts them, and knows the bounds of what waits in memory.
 
+RECURS: Final = "\u21bb "  # before the key of a recurring job, which is not to meet that of another job
+NO_ARGUMENTS: Final[Arguments] = ((), {})
 PER_JOB: Final = {"key", "run_at", "delay", "expires", "headers", "tx"}  # options with hardly ever the same value twice
 WAIT_FOR_ROOM: Final = 5.0  # seconds that an enqueue waits while max_pending jobs do
 HOOK_TIME: Final = 30.0  # seconds that an on_dead hook may take
@@ -6642,6 +7619,12 @@ class Intake:
             self.look_at(name, (*call[0], *call[1].values()))
         return row
 
+    def make_recurring(self, row: JobRow, key: str, recurrence: Recurrence, immediate: bool) -> None:
+        now, rule = row.created, rule_from(recurrence.rule)
+        passed = rule.passed(now - LONGEST_PERIOD, now, 1)[1] if immediate else []
+        row.run_at = row.fire_time = passed[-1] if passed else rule.next_at(now)
+        row.key, row.recurrence, row.context = f"{RECURS}{key}", recurrence.as_text(), None
+
     def look_at(self, name: str, args: Iterable[Any]) -> None:
         """Say once per task and type that a best-effort job was given what may be closed by the time it runs."""
         for value in any_bound(args):
@@ -6724,7 +7707,7 @@ class Intake:
     async def _admit(self, count: int) -> None:
         """Wait for room among the pending best-effort jobs: at most 5 s, and not inside a job, which may be in the way itself."""
         most = self.config.max_pending
-        if self.memory_store.pending + count <= most:
+        if self.memory_store.waiting + count <= most:
             return
         full = QueueFull(f"{most:,} best-effort jobs are pending (max_pending): enqueue less, raise it, or use durable=True")
         if count > most:
@@ -6732,7 +7715,7 @@ class Intake:
                 f"{count:,} jobs at once are more than max_pending={most:,}: enqueue fewer at a time, or use durable=True"
             )
         ends: float | None = None
-        while self.memory_store.pending + count > most:
+        while self.memory_store.waiting + count > most:
             if _current.get(None) is not None:
                 raise full
             moment = self.clock.monotonic()
@@ -6751,7 +7734,7 @@ class Intake:
             self._room_freed()  # perhaps there is room for the next in line, too
 
     def _room_freed(self) -> None:
-        if self._room and self.memory_store.pending < self.config.max_pending:
+        if self._room and self.memory_store.waiting < self.config.max_pending:
             self._room.popleft().set()
 
     def require_running(self) -> None:
@@ -7145,6 +8128,14 @@ class Inquiries(Intake):
             tier.wake.set()
         return len(again)
 
+    async def recurring(self, task: str | None, key: str | None, limit: int) -> list[JobRow]:
+        key = None if key is None else f"{RECURS}{key}"
+        return [row for store in self._stores() for row in await store.recurring(task, key, 0, limit)]
+
+    async def unschedule(self, task: str, key: str) -> bool:
+        now = self.clock.time()
+        return any([await store.unschedule(task, key, now) for store in self._stores()])
+
     async def purge(self, ids: Sequence[bytes]) -> int:
         return sum([await store.purge(some) for store in self._stores() for some in batches(ids)])
 
@@ -7177,7 +8168,7 @@ class Inquiries(Intake):
         for tier in self.crew.tiers:
             tier.wake.set()
 
-    async def stats(self, schedules: Sequence[Schedule]) -> Stats:
+    async def stats(self, schedules: Sequence[Periodic]) -> Stats:
         now = self.clock.time()
         counts = list(await self.memory_store.counts(now))
         spawned = Counter(self.spawned.values())
@@ -7289,7 +8280,7 @@ class Engine(Inquiries):
         self._grace_ends = math.inf
         self._warned = False
 
-    async def start(self, schedules: Sequence[Schedule]) -> None:
+    async def start(self, schedules: Sequence[Periodic]) -> None:
         """Open the store, begin the loops. On an error nothing is left behind."""
         if self.config.db is not None:
             self.durable_store = SQLiteStore(self.config.db, self.config.namespace, self.config.synchronous)
@@ -7371,7 +8362,9 @@ class Engine(Inquiries):
 
     def _begin_tier(self, tier: Tier) -> None:
         name = "durable" if tier.durable else "best-effort"
-        self.schedulers[tier.durable] = Scheduler(tier, self._occurrence)
+        self.schedulers[tier.durable] = Scheduler(
+            tier, self.clock, self.occurrence, functools.partial(self._insert_occurrences, tier)
+        )
         self._begin(f"{name} schedules", self.schedulers[tier.durable].step, self.schedulers[tier.durable].wake)
         self._begin(f"{name} claims", functools.partial(self._claim, tier), tier.wake)
         upkeep = self._upkeep if tier.durable else self.crew.retention
@@ -7388,31 +8381,71 @@ class Engine(Inquiries):
             self._room_freed()
         return seconds
 
-    def add_schedule(self, schedule: Schedule) -> None:
-        shared = self.durable is not None and not schedule.per_process
-        queue, serves = self.settings(schedule.handler).queue, self.config.serves
+    def is_shared(self, schedule: Periodic) -> bool:
+        """Whether its fire times are one for all processes."""
+        return self.durable is not None and not schedule.per_process
+
+    def own(self, schedules: list[Periodic]) -> list[Periodic]:
+        """Those of this engine among the schedules of its TinyQ."""
+        return schedules
+
+    def tier_of(self, schedule: Periodic) -> Tier:
+        return self.require_durable() if self.is_shared(schedule) else self.memory
+
+    def add_schedule(self, schedule: Periodic) -> None:
+        shared, serves = self.is_shared(schedule), self.config.serves
+        queue = self.settings(schedule.handler).queue
         if shared and not (self.config.worker and (serves is None or queue in serves)):
-            log.info("schedule %s is left to the processes that claim durable jobs of its queue", schedule.handler.name)
+            log.info("schedule %s is left to the processes that claim durable jobs of its queue", schedule.name)
             return
         if not shared and self.config.queues.get(queue) == 0:
-            log.warning("schedule %s is not run here: its queue has 0 slots", schedule.handler.name)
+            log.warning("schedule %s is not run here: its queue has 0 slots", schedule.name)
             return
         if not shared and not schedule.per_process and not self._warned and several_workers():
             self._warned = True
             log.warning(
                 "schedule %s: this looks like one of several server processes, and without a database each fires it; "
-                "give db=…, or per_process=True if that is meant", schedule.handler.name,
+                "give db=…, or per_process=True if that is meant", schedule.name,
             )  # fmt: skip
+        schedule.settings = None
         self.schedulers[shared].add(schedule, self.clock.time())
 
-    def _occurrence(self, schedule: Schedule, fire_time: int, now: int) -> JobRow:
-        handler = schedule.handler
-        durable = self.durable is not None and not schedule.per_process
-        settings = self.settings(handler).but(durable=durable, key=None, run_at=None)
-        row = self.make_row(handler, handler.name, settings, ((), {}), {})
-        row.context, row.schedule, row.fire_time = None, handler.name, fire_time
-        row.run_at = later(fire_time, settings.delay)
+    def occurrence(self, schedule: Periodic, fire_time: int, by_hand: bool = False) -> JobRow:
+        handler, settings = schedule.handler, schedule.settings
+        if settings is None:
+            shared = self.is_shared(schedule)
+            own = {"durable": shared, "key": None, "run_at": None}
+            schedule.settings = settings = Settings(**{**self.settings(handler).as_given(), **own})
+        row = self.make_row(handler, handler.name, settings, NO_ARGUMENTS, {})
+        row.context, row.schedule, row.fire_time, row.rule = None, handler.name, fire_time, schedule.text
+        if settings.delay or row.durable:
+            row.run_at = later(fire_time, settings.delay)
+        if by_hand:
+            row.by_hand = True
+        elif schedule.overlap != "skip":
+            row.overlap = schedule.overlap
+            if schedule.overlap == "queue":  # which is what a key does: at most one pending behind the one that runs
+                row.key, row.on_conflict = f"schedule {schedule.name}", "queue"
         return row
+
+    async def _insert_occurrences(self, tier: Tier, rows: Sequence[JobRow], now: int) -> Sequence[Inserted]:
+        if tier.durable:
+            answers = await tier.store.insert(rows, now)
+        else:
+            answers = [self._fire_at_once(row, now) or (await self.memory_store.insert([row], now))[0] for row in rows]
+        if any(answer is not FIRED for answer in answers):
+            tier.wake.set()
+        return answers
+
+    def _fire_at_once(self, row: JobRow, now: int) -> Inserted | None:
+        """Start an occurrence that need not wait for anything."""
+        if not isinstance(row, SimpleRow) or row.key is not None or row.handler is None or row.settings is None:
+            return None
+        if not self.crew.may_start(self.memory, row.settings.queue, row.handler, now) or not self.memory_store.fire(row):
+            return None
+        self.memory_store.adopt(row)
+        self.crew.start(self.memory, row, row.handler, row.settings)
+        return FIRED
 
     def quiesce(self) -> None:
         """No claim of a durable job and no firing from this loop turn on."""
@@ -7565,10 +8598,11 @@ class Engine(Inquiries):
                 await self.promote(wanted)
             except Exception as error:
                 log.error("%d best-effort jobs cannot be promoted: %s", len(wanted), error_text(error))
-        lost = [row for row in pending if row.state is State.PENDING and not row.durable]
+        lost = [row for row in pending if row.state is State.PENDING and not row.durable and row.recurrence is None]
         if lost:
             names = Counter(row.task for row in lost)
-            log.error("best-effort jobs lost at shutdown: %s", ", ".join(f"{name} ×{n}" for name, n in sorted(names.items())))
+            told = ", ".join(f"{name} ×{n}" for name, n in sorted(names.items())[:100])
+            log.error("best-effort jobs lost at shutdown: %s%s", told, f" and {len(names) - 100} more tasks" * (len(names) > 100))
             now = self.clock.time()
             await self.memory_store.cancel([row.id for row in lost], "lost at shutdown", now, now)
             for row in lost:
@@ -7576,7 +8610,7 @@ class Engine(Inquiries):
 
     def _may_promote(self, row: JobRow) -> bool:
         handler = row.handler
-        if self.durable is None or handler is None or not handler.registered or row.schedule is not None:
+        if self.durable is None or handler is None or not handler.registered or row.schedule is not None or row.recurrence:
             return False
         wish = self.config.promote if handler.promote is None else handler.promote
         return wish == "interrupted" or (bool(wish) and row.interruptions == 0)
@@ -7598,7 +8632,14 @@ def several_workers() -> bool:
 
 MOST_RUNS: Final = 10_000  # of jobs that came up during one drain, or at one moment: more are taken for an endless circle
 SPAWN_TIME: Final = 30.0  # seconds, of real time, that a drain waits for spawned tasks
-UNCALLED: Final = {"expired", "parked", "undecodable", "unstarted", "lost"}  # outcomes of jobs whose handlers were not called
+UNCALLED: Final = {
+    "expired",
+    "missed",
+    "parked",
+    "undecodable",
+    "unstarted",
+    "lost",
+}  # outcomes of jobs whose handlers were not called
 
 
 class AnyLoop:
@@ -7725,7 +8766,11 @@ class KitStore(MemoryStore):
     def waiting_until(self, *, again: bool) -> list[int]:
         """The moments at which jobs come due. `again`: those that have been started before, and could start."""
         rows = [entry[4] for entry in self._later if not self._stale(entry)]
-        return [row.run_at for row in rows if not again or (row.claim_no > 0 and row.queue not in self.held)]
+        return [row.run_at for row in rows if not again or (self._goes_on(row) and row.queue not in self.held)]
+
+    @staticmethod
+    def _goes_on(row: JobRow) -> bool:
+        return row.attempts + row.snoozes > 0 if row.recurrence is not None else row.claim_no > 0
 
 
 class OneByOne(Slots):
@@ -7754,7 +8799,7 @@ class KitCrew(Crew):
         if job.tier.durable:
             now = self._clock.time()
             at_once(self.settle(job.tier, now))
-            if job.state is State.PENDING:
+            if job.state is State.PENDING and job.recurrence is None:
                 job.ready = claimable(job.run_at, job.lost, now)  # what was written and what stands in the store are one row
 
     def _became_dead(self, row: JobRow, now: int, change: Settlement | None = None) -> None:
@@ -7781,8 +8826,10 @@ class KitEngine(Engine):
         )
         self.crew.handlers = handlers
         self.crew.tiers += (self.memory, self.durable)
-        self.schedulers = {tier.durable: Scheduler(tier, self._occurrence) for tier in (self.memory, self.durable)}
-        self.schedules: list[Schedule] = []  # copies: what they do here leaves no trace
+        for tier in (self.memory, self.durable):
+            insert = functools.partial(self._insert_occurrences, tier)
+            self.schedulers[tier.durable] = Scheduler(tier, self.still, self.occurrence, insert)
+        self.schedules: list[Periodic] = []  # copies: what they do here leaves no trace
         self.runs, self.last = 0, ""
         self._hook_slots = asyncio.Semaphore(sys.maxsize)  # nobody waits for one, which would bind it to one event loop
 
@@ -7841,10 +8888,16 @@ class KitEngine(Engine):
                     "under testing() time passes in drain() and advance() only"
                 )
 
-    def add_schedule(self, schedule: Schedule) -> None:
-        own = Schedule(**{**vars(schedule), "next": 0, "last": None, "fired": 0, "skipped": 0, "missed": 0})
+    def add_schedule(self, schedule: Periodic) -> None:
+        own = schedule.afresh()
         self.schedules.append(own)
         super().add_schedule(own)
+
+    def own(self, schedules: list[Periodic]) -> list[Periodic]:
+        return self.schedules
+
+    def _fire_at_once(self, row: JobRow, now: int) -> Inserted | None:
+        return None
 
     def quiesce(self) -> None:
         """Nothing to hold back."""
@@ -7855,7 +8908,7 @@ class KitEngine(Engine):
     def health(self) -> Health:
         return Health(status="ok", reasons=())
 
-    async def stats(self, schedules: Sequence[Schedule]) -> Stats:
+    async def stats(self, schedules: Sequence[Periodic]) -> Stats:
         return await super().stats(self.schedules)
 
     # what runs the jobs and moves the time
@@ -7938,25 +8991,15 @@ class KitEngine(Engine):
                 await scheduler.step(self.still.now)
             await self.run_due()
             moments = [*self.loose.waiting_until(again=False), *self.table.waiting_until(again=False)]
-            moments += [schedule.next for schedule in self.schedules] if fire else ()
+            moments += [schedule.next for schedule in self.schedules if not schedule.ended] if fire else ()
             upcoming = min((moment for moment in moments if self.still.now < moment <= end), default=None)
             self.still.now = max(self.still.now, end if upcoming is None else upcoming)
-            if not fire:
-                self._skip_fire_times()
+            for scheduler in () if fire else self.schedulers.values():
+                scheduler.pass_over(self.still.now)
             if upcoming is None:
                 break
         for tier in (self.memory, cast(Tier, self.durable)):
             await self.crew.retention(tier, self.still.now)
-
-    def _skip_fire_times(self) -> None:
-        """Go on as if the schedules had been added at this moment."""
-        for scheduler in self.schedulers.values():
-            due = []
-            while scheduler.is_due(self.still.now):
-                due.append(heapq.heappop(scheduler._heap)[2])
-            for schedule in due:
-                schedule.immediate = schedule.immediate and schedule.last is None
-                scheduler.add(schedule, self.still.now)
 
 
 # ── 33. Job handle ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -8130,6 +9173,146 @@ class Receipt(Job[R_co]):
     async def promote(self) -> bool:
         await self._attach()
         return await super().promote()
+
+
+class Schedule:
+    """A schedule, as `schedules()` gives it: its rule, what it has done, and what can be done with it."""
+
+    def __init__(self, engine: Engine, rule: Rule, name: str, key: str | None) -> None:
+        self._engine = engine
+        self.rule = rule
+        self.name = name
+        self.key = key
+
+    def __repr__(self) -> str:
+        return f"<Schedule {self.name}{f' {self.key!r}' if self.key else ''}: {self.rule!r}>"
+
+    @property
+    def stats(self) -> ScheduleStats:
+        """What it has done: a decorated function in this process, as of now; a recurring job anywhere, as of when it was read."""
+        raise NotImplementedError
+
+    def next_fires(self, n: int = 5) -> list[datetime]:
+        """The next n fire times, aware, in UTC. Looks at nothing and changes nothing."""
+        fires, moment = [], max(self._since(), self._engine.clock.time())
+        for _ in range(whole(n, "n", 0)):
+            moment = self.rule.next_at(moment)
+            fires.append(cast(datetime, as_datetime(moment)))
+        return fires
+
+    def _since(self) -> int:
+        raise NotImplementedError
+
+    async def pause(self) -> None:
+        """Fire no more, until `resume`: with a database in no process, whatever restarts. Jobs that wait or run go on."""
+        await self._suspend(True)
+
+    async def resume(self) -> None:
+        """Fire again, from the next fire time on: those that passed meanwhile are not made up for."""
+        await self._suspend(False)
+
+    async def _suspend(self, paused: bool) -> None:
+        raise NotImplementedError
+
+    async def run_now(self) -> Job[Any]:
+        """Make a job of it at once, beside its fire times: whether or not the last run is over, and also while it is paused."""
+        self._engine.require_running()
+        [answer] = await self._engine.insert([await self._occurrence()])
+        return Job(self._engine, answer.row, answer.verdict == "created")
+
+    async def _occurrence(self) -> JobRow:
+        raise NotImplementedError
+
+    async def remove(self) -> None:
+        """Fire no more. A decorated function fires no more in this process, and its record is forgotten: where it is still
+        defined, other processes go on with it, and so does this one after its next start. A recurring job is gone for all."""
+        raise NotImplementedError
+
+
+class FunctionSchedule(Schedule):
+    """That of a function decorated with `every` or `cron`."""
+
+    def __init__(self, engine: Engine, periodic: Periodic, drop: Callable[[Periodic], None]) -> None:
+        super().__init__(engine, periodic.rule, periodic.name, None)
+        self._periodic = periodic
+        self._drop = drop
+
+    @property
+    def stats(self) -> ScheduleStats:
+        return self._periodic.stats()
+
+    def _since(self) -> int:
+        return self._periodic.since
+
+    async def _suspend(self, paused: bool) -> None:
+        engine, periodic = self._engine, self._periodic
+        engine.require_running()
+        await engine.tier_of(periodic).store.suspend(periodic.name, paused, engine.clock.time())
+        periodic.paused = paused
+
+    async def _occurrence(self) -> JobRow:
+        return self._engine.occurrence(self._periodic, self._engine.clock.time(), by_hand=True)
+
+    async def remove(self) -> None:
+        self._engine.require_running()
+        self._periodic.ended = True
+        with contextlib.suppress(ValueError):  # it is gone already
+            self._drop(self._periodic)
+        await self._engine.tier_of(self._periodic).store.undefine(self.name)
+
+
+class RecurringJob(Schedule):
+    """That of a job made by `schedule`. `created` is False if there was one with this key."""
+
+    def __init__(self, engine: Engine, row: JobRow, created: bool = False) -> None:
+        recurrence = Recurrence.of(cast(str, row.recurrence))
+        super().__init__(engine, rule_from(recurrence.rule), row.task, (row.key or "").removeprefix(RECURS))
+        self._row = row
+        self.created = created
+        upcoming = None if recurrence.paused else as_datetime(row.fire_time)
+        self._stats = ScheduleStats(
+            name=row.task, fired=recurrence.fired, skipped=recurrence.skipped, missed=recurrence.missed, last=None,
+            next=upcoming, superseded=recurrence.superseded, paused=recurrence.paused, failed=recurrence.failed,
+        )  # fmt: skip
+
+    @property
+    def stats(self) -> ScheduleStats:
+        return self._stats
+
+    @property
+    def error(self) -> str | None:
+        """Of its last run, if that failed."""
+        return self._row.error
+
+    def _since(self) -> int:
+        return 0
+
+    @property
+    def _store(self) -> Store:
+        self._engine.require_running()
+        return self._engine.require_durable().store if self._row.durable else self._engine.memory_store
+
+    async def _suspend(self, paused: bool) -> None:
+        if not await self._store.hold(self._row.id, paused, self._engine.clock.time()):
+            raise self._gone()
+        for tier in self._engine.crew.tiers:
+            tier.wake.set()
+        self._stats = self._stats.but(paused=paused, next=None if paused else self.next_fires(1)[0])
+
+    async def _occurrence(self) -> JobRow:
+        found, now = await self._store.get([self._row.id]), self._engine.clock.time()
+        if not found:
+            raise self._gone()
+        fresh = {"id": new_id(now), "seq": 0, "key": None, "recurrence": None, "fire_time": now, "run_at": now, "created": now}
+        fresh |= dict.fromkeys(("ready", "lease", "worker", "started", "waiters", "runner", "ran"))
+        fresh |= {"schedule": self._row.key, "by_hand": True}
+        return found[0].but(**FRESH, **fresh, claim_no=0)
+
+    def _gone(self) -> JobNotFound:
+        return JobNotFound(f"there is no recurring job {self.name} with key {self.key!r} any more")
+
+    async def remove(self) -> None:
+        await self._store.unschedule(self.name, cast(str, self._row.key), self._engine.clock.time())
 
 
 # ── 34. Tasks ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -8369,7 +9552,7 @@ class TinyQ:
         configure_from(self._given)
         self._handlers: dict[str, Handler] = {}
         self._of_functions: dict[Any, Handler] = {}
-        self._schedules: list[Schedule] = []
+        self._schedules: list[Periodic] = []
         self._dead_hooks: list[Handler] = []
         self._enqueue_hooks: list[EnqueueHook] = []
         self._middleware: list[Middleware] = []
@@ -8479,7 +9662,9 @@ class TinyQ:
         *,
         offset: float | timedelta = 0.0,
         immediate: bool = False,
-        overlap: Literal["skip"] = "skip",
+        overlap: Overlap = "skip",
+        misfire: Misfire = "latest",
+        misfire_grace: float | timedelta | None = None,
         per_process: bool = False,
         name: str | None = None,
         aliases: Sequence[str] | frozenset[str] = (),
@@ -8491,28 +9676,69 @@ class TinyQ:
 
         The next fire time is the previous one plus the period, never "now plus the period". With a database one process of all
         runs each fire time, as a durable job; `per_process=True`, or no database: every process runs its own, best-effort.
-        A fire time is skipped while the last run is not over. `immediate` also fires once at start, for the current fire time.
-        Takes all options of a task; the default is a single start, and the schedule itself decides on durable, key and run_at.
-        Raises TypeError for a function that needs arguments.
+
+        immediate: also fire once at start, for the current fire time; with a database only if the schedule has no record yet.
+        overlap: what becomes of a fire time while the last run is not over: "skip" it (default), "queue" one behind it, or
+            "allow" it beside it. A run that waits for a retry is given up for the next one.
+        misfire: which fire times are run that have passed unnoticed (a blocked loop, a suspended machine, a downtime with a
+            database): the "latest" (default), "all" of them, at most 1,000 at once, or none ("skip": 1 s late is the most).
+        misfire_grace: seconds by which a missed fire time may be late and still be run. Default: the period, but at least a
+            minute and at most an hour. What is missed for good is counted, and one WARNING says how late it was.
+
+        The process that defines a name last has it; one with another rule stands down. Takes all options of a task; the default
+        is a single start, and the schedule itself decides on durable, key and run_at. every(86400) is elapsed time: use `cron`
+        for a time of the day. Raises TypeError for a function that needs arguments.
         """
-        period = round(duration(seconds, "every", zero=False) * 1e6)
-        if period < 1_000:
-            raise ValueError(f"every is {seconds!r}: the shortest period is 0.001 s")
-        choice(overlap, "overlap", "skip")
-        start = round(duration(offset, "offset") * 1e6) % period
-        checked = check_options(
-            options, "every()", "offset", "immediate", "overlap", "per_process", "name", "aliases", "promote", "run_in"
-        )
-        flag(immediate, "immediate")
-        flag(per_process, "per_process")
-        refuse_tx(checked, "every()")
+        how = {"immediate": immediate, "overlap": overlap, "misfire": misfire, "misfire_grace": misfire_grace}
         own = registration(name, aliases, promote, run_in)
+        return self._periodic("every()", Every(seconds, offset), {**how, "per_process": per_process}, own, options, "offset")
+
+    def cron(
+        self,
+        expression: str,
+        *,
+        tz: str | ZoneInfo = "UTC",
+        immediate: bool = False,
+        overlap: Overlap = "skip",
+        misfire: Misfire = "latest",
+        misfire_grace: float | timedelta | None = None,
+        per_process: bool = False,
+        name: str | None = None,
+        aliases: Sequence[str] | frozenset[str] = (),
+        promote: Promote | None = None,
+        run_in: RunIn | None = None,
+        **options: Unpack[Options],
+    ) -> Decorator:
+        """Run a function when a time zone's clock reads what an expression names: `@q.cron("30 2 * * *", tz="Europe/Berlin")`.
+
+        The expression, `tz`, what happens when clocks change, and what is raised: see `Cron`. All else is as for `every`.
+        """
+        how = {"immediate": immediate, "overlap": overlap, "misfire": misfire, "misfire_grace": misfire_grace}
+        own = registration(name, aliases, promote, run_in)
+        return self._periodic("cron()", Cron(expression, tz), {**how, "per_process": per_process}, own, options, "tz")
+
+    def _periodic(
+        self, where: str, rule: Rule, how: dict[str, Any], own: Mapping[str, Any], options: Any, *others: str
+    ) -> Decorator:
+        """What `every` and `cron` have in common."""
+        checked = check_options(options, where, *how, *own, *others)
+        choice(how["overlap"], "overlap", "skip", "queue", "allow")
+        choice(how["misfire"], "misfire", "latest", "all", "skip")
+        grace = how.pop("misfire_grace")
+        how["grace"] = None if grace is None else duration(grace, "misfire_grace", infinite=True)
+        flag(how["immediate"], "immediate")
+        flag(how["per_process"], "per_process")
+        refuse_tx(checked, where)
 
         def register(function: Callable[..., Any]) -> Task[..., Any, Any]:
-            task = self._scheduled_task(function, checked, own)
+            task = self._scheduled_task(where, function, checked, own)
             if not self._schedules and self._engine is None:
                 atexit.register(warn_if_never_started, weakref.ref(self))
-            schedule = Schedule(handler=task._handler, period=period, offset=start, immediate=immediate, per_process=per_process)
+            period = rule.period if isinstance(rule, Every) else 0
+            prompt = min(period, ON_TIME * 1e6, *(() if grace is None else (how["grace"] * 1e6,)))
+            schedule = Periodic(
+                handler=task._handler, rule=rule, text=rule.as_text(), period=period, prompt=prompt, **how
+            )  # fmt: skip
             self._schedules.append(schedule)
             if self._engine is not None:
                 self._engine.add_schedule(schedule)
@@ -8561,16 +9787,16 @@ class TinyQ:
         self._middleware.append(function)
         return function
 
-    def _scheduled_task(self, fn: Any, options: Mapping[str, Any], own: Mapping[str, Any]) -> Task[..., Any, Any]:
+    def _scheduled_task(self, where: str, fn: Any, options: Mapping[str, Any], own: Mapping[str, Any]) -> Task[..., Any, Any]:
         """The function as a task of its own, with a single start by default; a Task as it is, with its own options."""
         bare = fn._handler if isinstance(fn, Task) else make_handler(fn)
         if bare.signature is not None and bare.fewest > 0:
-            raise TypeError(f"every(): {bare.name!r} needs arguments, and a schedule has none to give: use functools.partial")
+            raise TypeError(f"{where}: {bare.name!r} needs arguments, and a schedule has none to give: use functools.partial")
         if not isinstance(fn, Task):
             return self._register(fn, {"retry": ONE_START, **options}, **own)
         if fn._q is not self or options or any(value not in (None, []) for value in own.values()):
             raise TypeError(
-                f"every(): {fn!r} is a task already: set its name and options there, and use the TinyQ that it belongs to"
+                f"{where}: {fn!r} is a task already: set its name and options there, and use the TinyQ that it belongs to"
             )
         if any(schedule.handler is fn._handler for schedule in self._schedules):
             raise DuplicateTask(f"{fn!r} has a schedule already: use functools.partial and another name for a second")
@@ -8858,6 +10084,54 @@ class TinyQ:
         answers = await (engine.insert(rows) if tx is None else engine.insert_within(tx, rows)) if rows else ()
         return [Job(engine, answer.row, answer.verdict in ("created", "started")) for answer in answers]
 
+    async def schedule(
+        self,
+        fn: Any,
+        /,
+        *args: Any,
+        when: Rule,
+        key: str,
+        overlap: Literal["skip", "queue"] = "skip",
+        misfire: Misfire = "latest",
+        misfire_grace: float | timedelta | None = None,
+        immediate: bool = False,
+        **kwargs: Any,
+    ) -> RecurringJob:
+        """Make a job that comes again at each fire time of a rule: `await q.schedule(poll, 7, when=tinyq.Every(60), key="7")`.
+
+        It is one row, durable if there is a database (or as `durable` says), and one per task and key: scheduled again, it takes
+        the new arguments, options and policies, and if the rule is another one, its next fire time; a run under way is left
+        alone. After each run it waits for its next fire time, with all its attempts. A retry is given up when that comes first; a
+        job that fails for good is logged, and comes again. Only `unschedule`, or Cancel from the handler, ends it.
+
+        overlap: fire times during its own run are skipped (default), or "queue": the last one is run right after.
+        immediate: begin with the fire time that has passed last. misfire, misfire_grace: as for `every`.
+        Options of a job, but those that say when, are taken as keywords, as by `enqueue`; so are the handler's own. Raises as
+        `enqueue`.
+        """
+        given = {name: kwargs.pop(name) for name in list(kwargs) if name in CHECKS}
+        for name in ("delay", "run_at", "expires", "on_conflict", "tx"):
+            if given.get(name) is not None:
+                raise TypeError(f"schedule(): {name} does not go with a recurring job: `when` says when it runs")
+        if not isinstance(when, Rule):
+            raise TypeError(f"schedule(): when is {when!r}: give tinyq.Every(…) or tinyq.Cron(…)")
+        choice(overlap, "overlap", "skip", "queue")
+        choice(misfire, "misfire", "latest", "all", "skip")
+        grace = None if misfire_grace is None else duration(misfire_grace, "misfire_grace", infinite=True)
+        recurrence = Recurrence(when.as_text(), overlap, misfire, grace)
+        engine, options = self._running(), check_options(given, "schedule()")
+        options.setdefault("durable", engine.durable is not None)
+        handler, name = self._find(fn, options["durable"])
+        row = self._make_row(engine, handler, name, args, kwargs, options)
+        engine.make_recurring(row, text(key, "key"), recurrence, flag(immediate, "immediate"))
+        [answer] = await engine.insert([row])
+        return RecurringJob(engine, answer.row, answer.verdict == "created")
+
+    async def unschedule(self, task: TaskOrName | Callable[..., Any], /, *, key: str) -> bool:
+        """Remove the recurring job of this task and key; a run of it that is under way ends as it does. Whether there was one."""
+        engine = self._running()
+        return await engine.unschedule(self._find(task, True)[1], f"{RECURS}{text(key, 'key')}")
+
     def spawn(
         self, coro: Coroutine[Any, Any, R], *, name: str | None = None, context: contextvars.Context | None = None
     ) -> asyncio.Task[R]:
@@ -9051,6 +10325,19 @@ class TinyQ:
             raise JobNotFound(f"no job has the id {id!r}: it never was, or it has ended and was not kept")
         return Job(engine, row, False)
 
+    async def schedules(self, task: TaskOrName | None = None, key: str | None = None, limit: int = 1_000) -> list[Schedule]:
+        """The schedules of this process, and the recurring jobs there are, at most `limit` of both; those of one task, or with
+        one key, if that is given. Raises NotStarted, StoreError."""
+        engine, name = self._running(), None if task is None else name_of(task)
+        found: list[Schedule] = [
+            FunctionSchedule(engine, periodic, engine.own(self._schedules).remove)
+            for periodic in engine.own(self._schedules)
+            if key is None and name in (None, periodic.name)
+        ]
+        for row in await engine.recurring(name, key, whole(limit, "limit", 1)):
+            found.append(RecurringJob(engine, row))
+        return found[:limit]
+
     async def stats(self) -> Stats:
         """Counts per queue, task and state, and what the schedules of this process have done."""
         return await self._running().stats(self._schedules)
@@ -9204,6 +10491,7 @@ _default._environment = from_environment
 
 task = _default.task
 every = _default.every
+cron = _default.cron
 enqueue = _default.enqueue
 enqueue_many = _default.enqueue_many
 enqueue_sync = _default.enqueue_sync
@@ -9213,6 +10501,9 @@ stop = _default.stop
 quiesce = _default.quiesce
 drain = _default.drain
 get = _default.get
+schedule = _default.schedule
+unschedule = _default.unschedule
+schedules = _default.schedules
 stats = _default.stats
 health = _default.health
 requeue = _default.requeue

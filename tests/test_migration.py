@@ -88,13 +88,13 @@ def rows(path: Path, sql: str) -> list[Any]:
 
 
 async def test_every_job_of_an_old_file_is_kept_as_it_was(old: Path) -> None:
-    columns = ", ".join(name for name in tinyq.COLUMNS if name not in ("lane", "progress"))
+    columns = ", ".join(name for name in tinyq.COLUMNS if name not in ("lane", "progress", "recurrence"))
     before = rows(old, f"SELECT {columns} FROM tinyq_jobs ORDER BY seq")
     async with TinyQ(old, worker=False):
         pass
     assert len(before) == 7
     assert rows(old, f"SELECT {columns} FROM tinyq_jobs ORDER BY seq") == before
-    assert rows(old, "SELECT * FROM tinyq_schedules") == [("default", "tick", NOW)]
+    assert rows(old, "SELECT * FROM tinyq_schedules") == [("default", "tick", NOW, None, 0)]
     assert rows(old, "PRAGMA integrity_check") == [("ok",)]
 
 

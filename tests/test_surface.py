@@ -23,10 +23,14 @@ ERRORS = {
     "JobCancelled", "NoResult", "JobNotFound", "ProcessDied",
 }  # fmt: skip
 SIGNALS = {"Snooze", "RetryAfter", "Cancel"}
-VALUES = {"State", "Retry", "Options", "Task", "TinyQ", "Job", "CurrentJob", "Count", "ScheduleStats", "Stats", "Clock", "Health"}
+VALUES = {
+    "State", "Retry", "Options", "Every", "Cron", "Task", "TinyQ", "Job", "CurrentJob", "Count", "RecurringJob", "Schedule",
+    "ScheduleStats", "Stats", "Clock", "Health",
+}  # fmt: skip
 VERBS = {
-    "task", "every", "enqueue", "enqueue_many", "spawn", "start", "stop", "quiesce", "drain", "run", "lifespan", "get", "stats",
-    "requeue", "dead", "purge", "pause", "resume", "on_dead", "health", "wake", "testing", "on_enqueue", "middleware",
+    "task", "every", "cron", "enqueue", "enqueue_many", "spawn", "start", "stop", "quiesce", "drain", "run", "lifespan", "get",
+    "stats", "requeue", "dead", "purge", "pause", "resume", "on_dead", "health", "wake", "schedule", "unschedule", "schedules",
+    "testing", "on_enqueue", "middleware",
     "enqueue_sync",
 }  # fmt: skip
 
@@ -103,7 +107,7 @@ def test_a_public_name_has_a_docstring(name: str) -> None:
 # a caller may bring a transaction of his own; a forked child lets go of what it inherited; others may be rung without a write;
 # health names the tasks that nobody knows; and the most frequent paths are shorter than the verbs.
 EXTRAS: dict[type, set[str]] = {
-    tinyq.MemoryStore: {"adopt", "attach", "detach", "forget", "has_due", "settle_now"},
+    tinyq.MemoryStore: {"adopt", "attach", "detach", "fire", "forget", "has_due", "settle_now"},
     tinyq.SQLiteStore: {"add", "disown", "exists", "hand_over", "hurry", "insert_within", "ring", "unknown"},
 }
 

@@ -8,7 +8,7 @@ from zoneinfo import ZoneInfo
 import pytest
 from clock import EPOCH
 
-from tinyq import FOREVER, as_datetime, as_moment, id_bytes, id_text, later, missed_fires, new_id, next_fire
+from tinyq import FOREVER, Every, as_datetime, as_moment, id_bytes, id_text, later, new_id
 
 SECOND = 1_000_000
 MINUTE = 60 * SECOND
@@ -26,6 +26,15 @@ def shown(moment: int) -> str:
 
 
 # fire times
+
+
+def next_fire(after: int, period: int, offset: int) -> int:
+    return Every(timedelta(microseconds=period), timedelta(microseconds=offset)).next_at(after)
+
+
+def missed_fires(due: int, now: int, period: int) -> int:
+    """How many fire times have passed between one that is due and now."""
+    return Every(timedelta(microseconds=period), timedelta(microseconds=due % period)).passed(due, now, 1)[0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,435 @@
+"""Fire times that passed unnoticed, runs that are not over, definitions that change, and what can be done with a schedule."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clock import FakeClock
+from helpers import eventually, rows, stopped_at_once
+
+import tinyq
+from tinyq import Every, Retry, State, TinyQ
+
+
+class Notes:
+    """A handler that notes for which fire time it runs, and takes some of the clock's time."""
+
+    def __init__(self, clock: FakeClock, seconds: float = 0.0) -> None:
+        self._clock = clock
+        self._began = clock.now()
+        self.seconds = seconds
+        self.starts: list[float] = []
+        self.fires: list[float] = []
+        self.attempts: list[int] = []
+        self.failing = False
+        self.most = self.now = 0
+
+    async def tick(self) -> None:
+        job = tinyq.current_job()
+        assert job.fire_time is not None
+        self.starts.append((self._clock.now() - self._began).total_seconds())
+        self.fires.append((job.fire_time - self._began).total_seconds())
+        self.attempts.append(job.attempt)
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            if self.seconds:
+                await self._clock.wait(asyncio.Event(), self.seconds)
+        finally:
+            self.now -= 1
+        if self.failing:
+            raise ValueError("as told")
+
+
+@pytest.fixture
+def notes(clock: FakeClock) -> Notes:
+    return Notes(clock)
+
+
+def scheduled(clock: FakeClock, notes: Notes, period: float, db: Path | None = None, **options: Any) -> TinyQ:
+    q = TinyQ(db, clock=clock)
+    q.every(period, name="tick", **options)(notes.tick)
+    return q
+
+
+def stats_of(q: TinyQ) -> tinyq.ScheduleStats:
+    [schedule] = q._schedules
+    return schedule.stats()
+
+
+async def quiet(q: TinyQ, fired: int, ran: Callable[[], int]) -> None:
+    """Return when so many have run and nothing is left."""
+    async with asyncio.timeout(20):
+        while ran() < fired or (await q.stats()).count():  # noqa: ASYNC110 - it may be in the database, which has no event for it
+            await asyncio.sleep(0.001)
+
+
+# Overlap
+
+
+@pytest.mark.parametrize(
+    ("overlap", "starts", "most"),
+    [("skip", [2, 6, 10], 1), ("queue", [2, 5, 8, 11], 1), ("allow", [2, 4, 6, 8, 10, 12], 2)],
+)
+async def test_a_fire_time_while_the_last_run_is_not_over_is_skipped_queued_or_allowed(
+    overlap: str, starts: list[float], most: int
+) -> None:
+    clock = FakeClock("2026-01-01T11:59:58+00:00")
+    notes = Notes(clock, 3)
+    q = scheduled(clock, notes, 2, overlap=overlap)
+    await q.start()
+    await clock.advance(12.5)
+    assert notes.starts == starts
+    assert notes.most == most
+    assert stats_of(q).fired + stats_of(q).skipped == 6
+    await stopped_at_once(q, clock)
+
+
+@pytest.mark.parametrize("overlap", ["skip", "queue", "allow"])
+async def test_overlap_holds_for_durable_runs_too(overlap: str, clock: FakeClock, file: Path) -> None:
+    notes = Notes(clock, 25)
+    q = scheduled(clock, notes, 10, file, overlap=overlap)
+    await q.start()
+    await eventually(lambda: len(notes.starts) == 3, clock, 0.5)
+    waited = [later - earlier for earlier, later in zip(notes.starts, notes.starts[1:], strict=False)]
+    if overlap == "allow":
+        assert notes.most > 1
+    else:
+        assert notes.most == 1 and all(gap >= 25 for gap in waited)
+    if overlap == "queue":  # whatever a fire time brings stands right behind the run
+        assert notes.fires[:2] == [10, 20]
+    await stopped_at_once(q, clock)
+
+
+async def test_of_all_fire_times_during_one_run_one_waits_in_line(clock: FakeClock) -> None:
+    notes = Notes(clock, 35)
+    q = scheduled(clock, notes, 10, overlap="queue")
+    await q.start()
+    await clock.advance(46)
+    assert notes.fires == [10, 20]
+    assert (stats_of(q).fired, stats_of(q).skipped) == (2, 2)
+    await stopped_at_once(q, clock)
+
+
+@pytest.mark.parametrize("overlap", ["skip", "queue"])
+async def test_a_run_that_waits_for_its_retry_is_given_up_for_the_next_fire_time(clock: FakeClock, overlap: str) -> None:
+    notes = Notes(clock)
+    notes.failing = True
+    q = scheduled(clock, notes, 60, overlap=overlap, retry=[45, 45])
+    await q.start()
+    await clock.advance(200)  # starts at :60 and :105, then the retry of :150 is given up at :120
+    assert notes.starts == [60, 105, 120, 165, 180]
+    assert notes.attempts == [1, 2, 1, 2, 1]
+    assert stats_of(q).superseded == 2
+    await q.stop()
+
+
+async def test_a_retry_that_is_given_up_leaves_no_row(clock: FakeClock, file: Path) -> None:
+    notes = Notes(clock)
+    notes.failing = True
+    q = scheduled(clock, notes, 60, file, retry=[3600])
+    await q.start()
+    await eventually(lambda: len(notes.starts) == 3, clock, 1)
+    assert notes.attempts == [1, 1, 1]
+    assert stats_of(q).superseded == 2
+    await stopped_at_once(q, clock)
+    assert len(rows(file, "seq")) == 1
+
+
+# Misfires
+
+
+@pytest.mark.parametrize(
+    ("options", "fires", "missed"),
+    [
+        ({}, [1, 2, 7, 8, 9], 4),
+        ({"misfire": "skip"}, [1, 2, 7, 8, 9], 4),
+        ({"misfire": "all", "overlap": "allow"}, list(range(1, 10)), 0),
+        ({"misfire": "all", "overlap": "allow", "misfire_grace": 3}, [1, 2, 5, 6, 7, 8, 9], 2),
+        ({"misfire": "latest", "misfire_grace": 0.4}, [1, 2, 8, 9], 5),
+    ],
+)
+async def test_a_blocked_loop_runs_of_the_missed_fire_times_those_that_the_policy_names(
+    clock: FakeClock, notes: Notes, options: dict[str, Any], fires: list[float], missed: int
+) -> None:
+    q = scheduled(clock, notes, 1, **options)
+    await q.start()
+    await clock.advance(2.1)
+    clock.block(5.4)
+    await clock.advance(2)
+    assert notes.fires == fires
+    assert stats_of(q).missed == missed
+    await q.stop()
+
+
+async def test_a_fire_time_is_on_time_for_skip_up_to_a_second(clock: FakeClock, notes: Notes) -> None:
+    q = scheduled(clock, notes, 60, misfire="skip")
+    await q.start()
+    await clock.advance(59)
+    clock.block(2)
+    await clock.advance(58)
+    clock.block(2.1)
+    await clock.advance(60)
+    assert notes.fires == [60, 180]
+    assert stats_of(q).missed == 1
+    await q.stop()
+
+
+async def test_what_was_missed_is_logged_with_how_late_it_was(
+    clock: FakeClock, notes: Notes, caplog: pytest.LogCaptureFixture
+) -> None:
+    q = scheduled(clock, notes, 60, misfire="skip")
+    await q.start()
+    await clock.advance(59)
+    with caplog.at_level(logging.WARNING, "tinyq"):
+        clock.block(3.5)
+        await clock.advance(0)
+    [line] = caplog.messages
+    assert line == "schedule tick missed 1 fire times: it was 2.5 s late"
+    await q.stop()
+
+
+@pytest.mark.parametrize(
+    ("period", "down", "fires"),
+    [
+        (60, (30, 310), [300, 360]),  # 12:00:30 to 12:05:10
+        (86_400, (40_000, 44_400), [43_200]),  # over midnight, 20 minutes
+        (86_400, (40_000, 43_200 + 5 * 3600), []),  # five hours late is too late for nightly work
+        (7 * 86_400, (0, 43_200 + 3599), [43_200]),
+    ],
+)
+async def test_after_a_downtime_the_latest_fire_time_is_run_unless_it_is_too_late(
+    clock: FakeClock, notes: Notes, file: Path, period: float, down: tuple[float, float], fires: list[float]
+) -> None:
+    offset = (43_200 + 4 * 86_400) % period if period > 86_400 else 0  # 2026-01-02 is a Friday
+    weekly = {"offset": (1_767_312_000 % period)} if period > 86_400 else {}
+    assert offset >= 0
+    q = scheduled(clock, notes, period, file, **weekly)
+    await q.start()
+    await eventually(lambda: rows_of_schedules(file) == ["tick"])
+    await clock.advance(down[0])
+    await q.stop()
+    clock.block(down[1] - down[0])
+    await q.start()
+    if fires:
+        await quiet(q, 1, lambda: len(notes.fires))
+        if len(fires) > 1:
+            await clock.advance(fires[1] - down[1])
+            await quiet(q, 2, lambda: len(notes.fires))
+    else:
+        await eventually(lambda: stats_of(q).missed == 1)
+    assert notes.fires == fires
+    await q.stop()
+
+
+def rows_of_schedules(file: Path) -> list[str]:
+    import sqlite3
+    from contextlib import closing
+
+    with closing(sqlite3.connect(file, timeout=10)) as db:
+        return [name for (name,) in db.execute("SELECT name FROM tinyq_schedules")]
+
+
+async def test_a_weekly_interval_fires_though_the_service_restarts_every_day(
+    clock: FakeClock, notes: Notes, db: Path | None
+) -> None:
+    for _ in range(10):
+        q = scheduled(clock, notes, 7 * 86_400, db)
+        await q.start()
+        if db is not None:
+            await eventually(lambda db=db: rows_of_schedules(db) == ["tick"])  # type: ignore[misc]
+        clock.block(43_199)
+        await clock.advance(2)  # over midnight
+        await eventually(lambda q=q: (stats_of(q).next or clock.now()) > clock.now())  # type: ignore[misc]
+        await quiet(q, 0, lambda: 0)
+        clock.block(43_199)
+        await stopped_at_once(q, clock)
+    assert notes.fires == [6.5 * 86_400]
+
+
+async def test_a_fire_time_that_is_due_when_the_same_schedule_is_registered_again_still_runs(
+    clock: FakeClock, notes: Notes, file: Path
+) -> None:
+    q = scheduled(clock, notes, 3600, file)
+    await q.start()
+    await eventually(lambda: rows_of_schedules(file) == ["tick"])
+    await q.stop()
+    clock.block(3605)
+    again = scheduled(clock, notes, 3600, file)
+    await again.start()
+    await quiet(again, 1, lambda: len(notes.fires))
+    assert notes.fires == [3600]
+    await again.stop()
+
+
+# Definitions
+
+
+async def test_a_changed_definition_starts_afresh(clock: FakeClock, notes: Notes, file: Path) -> None:
+    q = scheduled(clock, notes, 60, file)
+    await q.start()
+    await eventually(lambda: rows_of_schedules(file) == ["tick"])
+    await q.stop()
+    clock.block(3600)
+    changed = scheduled(clock, notes, 50, file)
+    await changed.start()
+    await eventually(lambda: len(notes.fires) == 1, clock, 5)
+    assert notes.fires[0] > 3600
+    await stopped_at_once(changed, clock)
+
+
+async def test_the_newest_definition_of_a_name_wins_and_the_older_process_stands_down_with_one_line(
+    clock: FakeClock, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = Notes(clock), Notes(clock)
+    first, second = scheduled(clock, old, 10, file), scheduled(clock, new, 15, file)
+    await first.start()
+    await eventually(lambda: len(old.fires) == 1, clock, 1)
+    await second.start()
+    before = len(old.fires)
+    with caplog.at_level(logging.WARNING, "tinyq"):
+        await eventually(lambda: stats_of(second).fired >= 3, clock, 1)
+    runs = sorted(old.fires[before:] + new.fires)  # whoever has room runs what the second has made
+    assert all(fire % 15 == 0 for fire in runs) and len(runs) == len(set(runs))
+    assert [line for line in caplog.messages if "stands down" in line] == [
+        "schedule tick stands down in this process: another one has defined it differently since"
+    ]
+    assert stats_of(first).next is None
+    for q in (first, second):
+        await stopped_at_once(q, clock)
+
+
+async def test_a_rule_that_fails_stops_its_own_schedule_only(
+    clock: FakeClock, notes: Notes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = scheduled(clock, notes, 10)
+    bad = Notes(clock)
+    q.every(10, name="bad")(bad.tick)
+    await q.start()
+    await clock.advance(10)
+    real = Every.next_at
+    q._schedules[1].period = q._schedules[1].prompt = 0  # as of a rule that is no interval
+
+    def next_at(rule: Every, after: int) -> int:
+        if rule is broken:
+            raise OverflowError("no more time")
+        return real(rule, after)
+
+    broken = (await q.schedules("bad"))[0].rule
+    monkeypatch.setattr(Every, "next_at", next_at)
+    with caplog.at_level(logging.ERROR, "tinyq"):
+        await clock.advance(30)
+    assert notes.fires == [10, 20, 30, 40]
+    assert bad.fires == [10]
+    [line] = caplog.messages
+    assert line.startswith("schedule bad is stopped, its rule fails: OverflowError")
+    await q.stop()
+
+
+# What can be done with one
+
+
+async def test_a_paused_schedule_fires_no_more_in_any_process_until_it_is_resumed(clock: FakeClock, file: Path) -> None:
+    notes = Notes(clock)
+    both = [scheduled(clock, notes, 10, file) for _ in range(2)]
+    for q in both:
+        await q.start()
+    await eventually(lambda: len(notes.fires) == 1, clock, 1)
+    await (await both[0].schedules())[0].pause()
+    await eventually(lambda: stats_of(both[1]).paused, clock, 1)
+    seen = len(notes.fires)
+    await clock.advance(30)
+    assert len(notes.fires) == seen
+    resumed = (clock.now() - notes._began).total_seconds()
+    await (await both[0].schedules())[0].resume()
+    await eventually(lambda: len(notes.fires) > seen, clock, 1)
+    assert notes.fires[seen] > resumed
+    for q in both:
+        await stopped_at_once(q, clock)
+
+
+async def test_a_pause_outlives_a_restart(clock: FakeClock, notes: Notes, file: Path) -> None:
+    q = scheduled(clock, notes, 10, file)
+    await q.start()
+    await (await q.schedules())[0].pause()
+    await q.stop()
+    await q.start()
+    await clock.advance(35)
+    await eventually(lambda: stats_of(q).paused)
+    assert notes.fires == []
+    await q.stop()
+
+
+async def test_a_schedule_without_a_database_can_be_paused_and_resumed(clock: FakeClock, notes: Notes) -> None:
+    q = scheduled(clock, notes, 10)
+    await q.start()
+    await clock.advance(15)
+    await (await q.schedules())[0].pause()
+    assert stats_of(q).paused
+    await clock.advance(30)
+    await (await q.schedules())[0].resume()
+    await clock.advance(10)
+    assert notes.fires == [10, 50]
+    await q.stop()
+
+
+async def test_run_now_makes_a_job_beside_the_fire_times(clock: FakeClock, notes: Notes, db: Path | None) -> None:
+    q = scheduled(clock, notes, 3600, db)
+    await q.start()
+    job = await (await q.schedules())[0].run_now()
+    await job.result(10)
+    assert job.task == "tick" and job.status is State.DONE
+    assert notes.fires == [0]
+    await eventually(lambda: len(notes.fires) == 2, clock, 600)
+    assert notes.fires == [0, 3600]
+    await stopped_at_once(q, clock)
+
+
+async def test_a_removed_schedule_fires_no_more_and_its_task_stays(clock: FakeClock, notes: Notes, db: Path | None) -> None:
+    q = scheduled(clock, notes, 10, db)
+    await q.start()
+    [schedule] = await q.schedules()
+    await schedule.remove()
+    await clock.advance(30)
+    assert notes.fires == []
+    assert await q.schedules() == []
+    if db is not None:
+        assert rows_of_schedules(db) == []
+    await q.stop()
+
+
+async def test_the_next_fire_times_can_be_asked_for_without_side_effects(clock: FakeClock, notes: Notes) -> None:
+    q = scheduled(clock, notes, 60, offset=5)
+    await q.start()
+    [schedule] = await q.schedules()
+    before = schedule.stats
+    assert [f"{fire:%H:%M:%S %z}" for fire in schedule.next_fires(3)] == [f"12:0{n}:05 +0000" for n in range(3)]
+    assert schedule.next_fires(0) == [] and schedule.stats == before
+    with pytest.raises(ValueError, match="n is -1"):
+        schedule.next_fires(-1)
+    await q.stop()
+
+
+async def test_a_retried_schedule_gets_its_attempts_anew_each_fire_time(clock: FakeClock, notes: Notes) -> None:
+    notes.failing = True
+    q = scheduled(clock, notes, 100, retry=Retry(max_attempts=3, base=10, factor=1, jitter="none"))
+    await q.start()
+    await clock.advance(210)
+    assert notes.attempts[:6] == [1, 2, 3, 1, 2, 3] or notes.attempts[:5] == [1, 2, 3, 1, 2]
+    await q.stop()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overlap": "wait"}, "overlap is 'wait': give one of 'skip', 'queue', 'allow'"),
+        ({"misfire": "never"}, "misfire is 'never': give one of 'latest', 'all', 'skip'"),
+        ({"misfire_grace": -1}, "misfire_grace is -1: it must not be negative"),
+    ],
+)
+def test_a_policy_that_does_not_exist_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TinyQ().every(60, **options)
