@@ -716,6 +716,7 @@ class JobRow:
     result: str | None = None
     keep_until: int | None = None
     recurrence: str | None = None  # of a recurring job: see Recurrence
+    tally: str | None = None  # and Tally
     progress: str | None = None  # JSON of what the running or last attempt has said: [fraction, message]
 
     durable: bool = False
@@ -3052,7 +3053,7 @@ def key_conflict(row: JobRow) -> KeyConflict:
 
 
 SUPERSEDED: Final = "its retry was given up: the next fire time had come"
-DEFINITION: Final = ("rule", "overlap", "misfire", "grace")  # the fields of a Recurrence that a call of `schedule` gives
+NO_RUNS: Final = "0 0 0 0 0"
 MISSED: Final = "its fire time was missed"
 UNSCHEDULED: Final = ""  # the recurrence of a job that was unscheduled while it ran
 MOVED_ON: Final[Mapping[str, Any]] = {"state": State.PENDING, "attempts": 0, "snoozes": 0, "interruptions": 0, "parked": None}
@@ -3099,28 +3100,51 @@ def longest_delay(rule: Rule, grace: float | None, moment: int) -> float:
     return min(max(rule.next_at(moment) - moment, shortest * 1e6), longest * 1e6)
 
 
-def redefined(known: str, given: str) -> tuple[str, bool]:
-    """The recurrence of a job that is scheduled anew, with the counts that it has; and whether its fire times are others now."""
-    before, after = Recurrence.of(known) if known else None, Recurrence.of(given)
-    if before is None:
-        return given, True
-    return after._replace(
-        **before._asdict() | {name: getattr(after, name) for name in DEFINITION}
-    ).as_text(), before.rule != after.rule
-
-
-def is_paused(recurrence: str | None) -> bool:
-    return bool(recurrence) and Recurrence.of(cast(str, recurrence)).paused
-
-
 class Recurrence(NamedTuple):
-    """When a recurring job runs, and what has come of it so far; stored with its row, as JSON."""
+    """When a recurring job runs; stored with its row, as JSON."""
 
     rule: str  # as text
     overlap: str
     misfire: str
     grace: float | None  # seconds; None: the default
     paused: bool = False
+
+    def as_text(self) -> str:
+        return encode_json([infinity_out(value) for value in self])
+
+
+@functools.lru_cache(10_000)
+def recurrence_of(text: str) -> Recurrence:
+    return Recurrence(*map(infinity_in, decode_json(text)))
+
+
+@functools.lru_cache(10_000)
+def interval_of(text: str) -> tuple[int, int, float]:
+    """The period and offset of a recurrence that is an interval, and how late it may be without a second look; 0 if it needs one
+    anyway."""
+    recurrence = recurrence_of(text) if text != UNSCHEDULED else None
+    rule = rule_from(recurrence.rule) if recurrence is not None and not recurrence.paused else None
+    if recurrence is None or not isinstance(rule, Every):
+        return 0, 0, 0.0
+    grace = math.inf if recurrence.grace is None else recurrence.grace * 1e6
+    return rule.period, round(rule.offset * 1e6), min(rule.period, ON_TIME * 1e6, grace)
+
+
+def is_paused(recurrence: str | None) -> bool:
+    return bool(recurrence) and recurrence_of(cast(str, recurrence)).paused
+
+
+def redefined(known: str, given: str) -> tuple[str, bool]:
+    """The recurrence of a job that is scheduled anew, which stays paused; and whether its fire times are others now."""
+    if known == UNSCHEDULED:
+        return given, True
+    before, after = recurrence_of(known), recurrence_of(given)
+    return after._replace(paused=before.paused).as_text(), before.rule != after.rule
+
+
+class Tally(NamedTuple):
+    """What has come of a recurring job so far; stored with its row, as numbers."""
+
     fired: int = 0
     skipped: int = 0
     missed: int = 0
@@ -3128,40 +3152,50 @@ class Recurrence(NamedTuple):
     failed: int = 0
 
     def as_text(self) -> str:
-        return encode_json([infinity_out(value) for value in self])
+        return " ".join(map(str, self))
 
     @staticmethod
-    def of(text: str) -> Recurrence:
-        return Recurrence(*map(infinity_in, decode_json(text)))
+    def of(text: str | None) -> Tally:
+        return Tally(*map(int, (text or "").split()))
 
 
-def recur(change: Settlement, text: str, fire_time: int, now: int) -> tuple[Settlement, str, int]:
+def as_usual(change: Settlement, text: str, tally: str | None, now: int) -> tuple[int, str] | None:
+    """The next fire time and the counts in the usual case: done, nothing missed, and the next one is yet to come."""
+    ran, (period, offset, _) = change.ran, interval_of(text)
+    if not period or ran is None or change.state is not IS_DONE or ran.missed or ran.superseded:
+        return None
+    upcoming = ran.fire_time - (ran.fire_time - offset) % period + period
+    fired, _, others = (tally or NO_RUNS).partition(" ")
+    return (upcoming, f"{int(fired) + 1} {others}") if upcoming > now else None
+
+
+def recur(change: Settlement, text: str, counts: str | None, fire_time: int, now: int) -> tuple[Settlement, str | None, int]:
     """What becomes of a recurring job whose run is settled so, by the recurrence that its row has now: the settlement, the
-    recurrence, and the fire time that it waits for. What ends a job otherwise ends this run alone, but for a cancellation."""
+    counts, and the fire time that it waits for. What ends a job otherwise ends this run alone, but for a cancellation."""
     if text == UNSCHEDULED and change.state is State.PENDING:
         change = change._replace(state=State.CANCELLED, reason="unscheduled", keep=False)
     if text == UNSCHEDULED or change.state is State.CANCELLED:
-        return change, text, fire_time
-    ran, recurrence = change.ran or Ran(fire_time, now), Recurrence.of(text)
+        return change, counts, fire_time
+    ran, tally, recurrence = change.ran or Ran(fire_time, now), Tally.of(counts), recurrence_of(text)
     rule, waits = rule_from(recurrence.rule), change.state is State.PENDING and change.reason != MISSED
     upcoming = rule.next_at(ran.fire_time)
-    recurrence = recurrence._replace(missed=recurrence.missed + ran.missed, superseded=recurrence.superseded + ran.superseded)
+    tally = tally._replace(missed=tally.missed + ran.missed, superseded=tally.superseded + ran.superseded)
     if waits and change.run_at < upcoming:
-        return change, recurrence.as_text(), ran.fire_time
+        return change, tally.as_text(), ran.fire_time
     skipped = 0
     if recurrence.misfire != "all" or upcoming > ran.started:  # else what was missed before it started is run first
         skipped, passed = rule.passed(max(ran.fire_time, min(ran.started, now)), now, 1)
         upcoming = rule.next_at(max(now, ran.fire_time))
         if passed and recurrence.overlap == "queue":
             upcoming, skipped = passed[0], skipped - 1
-    recurrence = recurrence._replace(
-        skipped=recurrence.skipped + skipped,
-        superseded=recurrence.superseded + waits,
-        fired=recurrence.fired + (change.state is not State.PENDING),
-        failed=recurrence.failed + (change.state is State.DEAD),
+    tally = tally._replace(
+        skipped=tally.skipped + skipped,
+        superseded=tally.superseded + waits,
+        fired=tally.fired + (change.state is not State.PENDING),
+        failed=tally.failed + (change.state is State.DEAD),
     )
     afresh = {**MOVED_ON, "run_at": upcoming, "lost": 0 if change.state is State.DONE else change.lost}
-    return change._replace(**afresh), recurrence.as_text(), upcoming
+    return change._replace(**afresh), tally.as_text(), upcoming
 
 
 def apply(row: JobRow, change: Settlement, now: int) -> None:
@@ -3420,7 +3454,7 @@ class MemoryStore:
             self._leave(row)
             change = heeding(change, row.cancel_at)
             if row.recurrence is not None:
-                change, row.recurrence, row.fire_time = recur(change, row.recurrence, row.fire_time or 0, now)
+                change, row.tally, row.fire_time = recur(change, row.recurrence, row.tally, row.fire_time or 0, now)
             successor = self._same_key(row)[0] if row.key is not None else None
             apply(row, change, now)
             if successor is not None:
@@ -3548,11 +3582,11 @@ class MemoryStore:
     async def hold(self, id: bytes, paused: bool, now: int) -> bool:
         for row in await self.get([id]):
             if row.recurrence and row.finished is None:
-                row.recurrence = Recurrence.of(row.recurrence)._replace(paused=paused).as_text()
+                row.recurrence = recurrence_of(row.recurrence)._replace(paused=paused).as_text()
                 if row.state is State.PENDING and paused:
                     row.ready, row.ticket = PAUSED, row.ticket + 1
                 elif row.ready == PAUSED:
-                    row.run_at = row.fire_time = rule_from(Recurrence.of(row.recurrence).rule).next_at(now)
+                    row.run_at = row.fire_time = rule_from(recurrence_of(row.recurrence).rule).next_at(now)
                     self._enlist(row, now)
                 return True
         return False
@@ -3705,6 +3739,7 @@ MIGRATIONS: Final = (
         "ALTER TABLE tinyq_schedules ADD COLUMN rule TEXT",  # unknown: of a file from before
         "ALTER TABLE tinyq_schedules ADD COLUMN paused INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE tinyq_jobs ADD COLUMN recurrence TEXT",
+        "ALTER TABLE tinyq_jobs ADD COLUMN tally TEXT",
         "CREATE INDEX tinyq_recurring ON tinyq_jobs (namespace, seq) WHERE recurrence IS NOT NULL AND finished IS NULL",
     ),
 )
@@ -3778,9 +3813,17 @@ CLAIMED: Final = "seq, id, task, queue, priority, run_at, created, payload"  # a
 CLAIM: Final = (
     "UPDATE tinyq_jobs SET state = 'running', ready = NULL, worker = ?, lease = ?, started = ?, claim_no = claim_no + 1, "
     f"attempts = attempts + 1 WHERE namespace = ? AND seq IN (SELECT value FROM json_each(?)) RETURNING {CLAIMED}, "
-    "claim_no > 1 OR payload_version <> 1 OR coalesce(options, headers, key, expires, schedule, reason, cancel_at) IS NOT NULL"
+    "CASE WHEN recurrence IS NOT NULL AND lost = 0 AND payload_version = 1 "
+    "AND coalesce(options, headers, reason, error, parked, cancel_at) IS NULL THEN 2 ELSE "
+    "claim_no > 1 OR payload_version <> 1 "
+    "OR coalesce(options, headers, key, expires, schedule, reason, cancel_at) IS NOT NULL END"
 )
 
+AMONG: Final = "seq IN (SELECT value FROM json_each(?))"
+SPECIAL: Final = 1  # what CLAIM says of a row that is to be read whole
+RECURRING_ONLY: Final = 2  # and of a recurring job of which only this is more to know
+RECURRING_HAS: Final = ("key", "recurrence", "tally", "fire_time", "claim_no", "attempts", "snoozes", "interruptions")
+SELECT_RECURRING: Final = f"SELECT seq, {', '.join(RECURRING_HAS)} FROM tinyq_jobs WHERE {AMONG}"
 EXTEND: Final = (
     "UPDATE tinyq_jobs SET lease = ?, error = coalesce(claim.value ->> 2, error) FROM json_each(?) AS claim "
     "WHERE seq = claim.value ->> 0 AND claim_no = claim.value ->> 1 AND state = 'running' RETURNING seq, cancel_at"
@@ -3790,7 +3833,7 @@ HOW_FAR: Final = (
     "WHERE seq = claim.value ->> 0 AND claim_no = claim.value ->> 1 AND state = 'running' RETURNING seq"
 )
 STILL_HELD: Final = (
-    "SELECT claim.key, job.task, job.key, job.cancel_at, job.recurrence, job.fire_time "
+    "SELECT claim.key, job.task, job.key, job.cancel_at, job.recurrence, job.tally, job.fire_time "
     "FROM json_each(?) AS claim CROSS JOIN tinyq_jobs AS job "
     "ON job.seq = claim.value ->> 0 WHERE job.claim_no = claim.value ->> 1 AND job.state = 'running' AND job.lease < ?"
 )
@@ -3806,7 +3849,12 @@ SETTLE: Final = (
 )
 MOVE_ON: Final = (
     "UPDATE tinyq_jobs SET state = ?, ready = ?, run_at = ?, attempts = ?, snoozes = ?, interruptions = ?, lost = ?, parked = ?, "
-    "reason = ?, error = ?, traceback = ?, fire_time = ?, recurrence = ?, lease = NULL WHERE seq = ?"
+    "reason = ?, error = ?, traceback = ?, fire_time = ?, tally = ?, progress = NULL, lease = NULL WHERE seq = ?"
+)
+MOVE_ON_AS_USUAL: Final = (
+    "UPDATE tinyq_jobs SET state = 'pending', ready = 0, run_at = ?, fire_time = ?, tally = ?, attempts = 0, snoozes = 0, "
+    "interruptions = 0, lost = 0, parked = NULL, reason = NULL, error = NULL, traceback = NULL, progress = NULL, lease = NULL "
+    "WHERE seq = ?"
 )
 RESCHEDULE: Final = (
     "UPDATE tinyq_jobs SET payload = :payload, payload_version = :payload_version, options = :options, headers = :headers, "
@@ -3874,10 +3922,14 @@ def lane_of(namespace: str, queue: str, task: str) -> int:
     )
 
 
+STATES: Final = {str(state): state for state in State}
+
+
 def as_row(values: Sequence[Any]) -> JobRow:
     """A row out of a SELECT of ALL."""
-    row = JobRow(**dict(zip(COLUMNS, values, strict=True)), durable=True)
-    row.state = State(row.state)
+    row: JobRow = object.__new__(JobRow)
+    vars(row).update(zip(COLUMNS, values, strict=True))
+    row.durable, row.state = True, STATES[row.state]
     return row
 
 
@@ -3997,7 +4049,7 @@ def reschedule(db: sqlite3.Connection, known: JobRow, row: JobRow, now: int) -> 
 def hold_row(db: sqlite3.Connection, namespace: str, id: bytes, paused: bool, now: int) -> bool:
     for row in read_rows(db, namespace, [id], LIGHT):
         if row.recurrence and row.finished is None:
-            recurrence = Recurrence.of(row.recurrence)._replace(paused=paused)
+            recurrence = recurrence_of(row.recurrence)._replace(paused=paused)
             db.execute("UPDATE tinyq_jobs SET recurrence = ? WHERE seq = ?", (recurrence.as_text(), row.seq))
             if row.state is State.PENDING and paused:
                 db.execute("UPDATE tinyq_jobs SET ready = ? WHERE seq = ?", (PAUSED, row.seq))
@@ -4099,7 +4151,21 @@ def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, 
         db.executemany("UPDATE tinyq_jobs SET lane = ? WHERE seq = ?", lanes)
         next_at = now if len(lanes) == 500 else next_at
     seqs, more = candidates(db, namespace, room.without(paused), first, first_fragile)
-    rows = [claimed_row(db, values, worker, lease, now) for values in take(db, namespace, seqs, worker, lease, now)]
+    rows: list[JobRow] = []
+    recurring: dict[int, JobRow] = {}
+    special: list[int] = []
+    for values in take(db, namespace, seqs, worker, lease, now):
+        if values[-1] == SPECIAL:
+            special.append(values[0])
+            continue
+        rows.append(row := claimed_row(values, worker, lease, now))
+        if values[-1] == RECURRING_ONLY:
+            recurring[row.seq] = row
+    if special:
+        rows += map(as_row, db.execute(f"SELECT {ALL} FROM tinyq_jobs WHERE {AMONG}", (encode_json(special),)))
+    if recurring:
+        for seq, *others in db.execute(SELECT_RECURRING, (encode_json([*recurring]),)):
+            vars(recurring[seq]).update(zip(RECURRING_HAS, others, strict=True))
     rows.sort(key=lambda row: (-row.priority, row.run_at, row.seq))  # RETURNING has no order
     return Claimed(rows, next_at, more, paused)
 
@@ -4108,10 +4174,8 @@ def take(db: sqlite3.Connection, namespace: str, seqs: Sequence[int], worker: st
     return db.execute(CLAIM, (worker, lease, now, namespace, encode_json(seqs))).fetchall() if seqs else ()
 
 
-def claimed_row(db: sqlite3.Connection, values: Sequence[Any], worker: str, lease: int, now: int) -> JobRow:
-    seq, id, task, queue, priority, run_at, created, payload, special = values
-    if special:
-        return as_row(db.execute(f"SELECT {ALL} FROM tinyq_jobs WHERE seq = ?", (seq,)).fetchone())
+def claimed_row(values: Sequence[Any], worker: str, lease: int, now: int) -> JobRow:
+    seq, id, task, queue, priority, run_at, created, payload, _ = values
     row = JobRow(id, task, queue, priority, run_at, created)
     row.seq, row.payload, row.durable, row.state, row.attempts, row.claim_no = seq, payload, True, State.RUNNING, 1, 1
     row.worker, row.lease, row.started = worker, lease, now
@@ -4145,14 +4209,18 @@ def settle_rows(
         return states
     claims = encode_json([(change.seq, change.claim_no) for change in settlements])
     gone: list[int] = []
-    for i, task_name, key, cancel_at, recurrence, fire_time in db.execute(STILL_HELD, (claims, lease_before)).fetchall():
+    usual: list[tuple[int, int, str, int]] = []
+    for i, task_name, key, cancel_at, recurrence, tally, fire_time in db.execute(STILL_HELD, (claims, lease_before)).fetchall():
         change = heeding(settlements[i], cancel_at)
         if recurrence is not None:
-            change, recurrence, fire_time = recur(change, recurrence, fire_time, now)
+            states[change.seq] = State.PENDING
+            if (moved := as_usual(change, recurrence, tally, now)) is not None:
+                usual.append((moved[0], *moved, change.seq))
+                continue
+            change, tally, fire_time = recur(change, recurrence, tally, fire_time, now)
             if change.state is State.PENDING:
                 ready = PAUSED if is_paused(recurrence) else claimable(change.run_at, change.lost, now)
-                db.execute(MOVE_ON, (*pending_values(change, ready), fire_time, recurrence, change.seq))
-                states[change.seq] = State.PENDING
+                db.execute(MOVE_ON, (*pending_values(change, ready), fire_time, tally, change.seq))
                 continue
         states[change.seq] = change.state
         if not change.keep and key is None:
@@ -4161,6 +4229,8 @@ def settle_rows(
             write_settlement(db, change, now)
         else:
             states[change.seq] = settle_keyed(db, namespace, change, task_name, key, now)
+    if usual:
+        db.executemany(MOVE_ON_AS_USUAL, usual)
     if gone:
         db.execute(DELETE, (encode_json(gone),))
     return states
@@ -6300,7 +6370,11 @@ def lost_for_good(row: JobRow, settings: Settings) -> bool:
 
 def choose_fire_time(job: Running, now: int) -> bool:
     """For which of the fire times that have passed a recurring job runs; False for none of them, as it is too late."""
-    recurrence, due = Recurrence.of(cast(str, job.recurrence)), cast(int, job.fire_time)
+    due = cast(int, job.fire_time)
+    if 0 <= now - due < interval_of(cast(str, job.recurrence))[2] and job.attempts == 1:
+        job.ran = Ran(due, now)
+        return True
+    recurrence = recurrence_of(cast(str, job.recurrence))
     rule = rule_from(recurrence.rule)
     latest, chosen, missed = choose(rule, recurrence.misfire, recurrence.grace, due - 1, now)
     if not chosen:
@@ -6809,6 +6883,7 @@ class Crew:
         self.settle_wake = asyncio.Event()
         self.closing = asyncio.Event()
         self.activity = 0  # grows with every job that is inserted or started here
+        self.written = 0  # grows whenever outcomes have been written
         self.pauses = 0  # grows with every pause and resume that is asked for here
         self.after_death: Callable[[JobRow], None] | None = None
         self._clock = clock
@@ -7060,6 +7135,7 @@ class Crew:
                 self._singly = not isinstance(error, StoreBusy)
             self._ended = self._ended + batch if self._singly else batch + self._ended
             raise
+        self.written += 1
         for job, outcome, change in batch:
             try:
                 self._settled(job, outcome, change, states.get(change.seq), now)
@@ -7948,11 +8024,16 @@ class Inquiries(Intake):
 
     async def get(self, id: bytes) -> JobRow | None:
         found = await self.memory_store.get([id])
-        if not found and self.durable is not None:
+        if found or self.durable is None:
+            return found[0] if found else None
+        for _ in range(5):
+            written = self.crew.written
+            found = await self.durable.store.get([id])
             if id in self.crew.running:
                 return self.crew.running[id]
-            found = [self.crew.known(row) for row in await self.durable.store.get([id])]
-        return found[0] if found else None
+            if written == self.crew.written:  # else it may have ended here since it was read, and nobody would tell its handle
+                break
+        return self.crew.known(found[0]) if found else None
 
     async def exists(self, row: JobRow) -> bool:
         if not row.durable:
@@ -9265,14 +9346,14 @@ class RecurringJob(Schedule):
     """That of a job made by `schedule`. `created` is False if there was one with this key."""
 
     def __init__(self, engine: Engine, row: JobRow, created: bool = False) -> None:
-        recurrence = Recurrence.of(cast(str, row.recurrence))
+        recurrence, tally = recurrence_of(cast(str, row.recurrence)), Tally.of(row.tally)
         super().__init__(engine, rule_from(recurrence.rule), row.task, (row.key or "").removeprefix(RECURS))
         self._row = row
         self.created = created
         upcoming = None if recurrence.paused else as_datetime(row.fire_time)
         self._stats = ScheduleStats(
-            name=row.task, fired=recurrence.fired, skipped=recurrence.skipped, missed=recurrence.missed, last=None,
-            next=upcoming, superseded=recurrence.superseded, paused=recurrence.paused, failed=recurrence.failed,
+            name=row.task, fired=tally.fired, skipped=tally.skipped, missed=tally.missed, last=None, next=upcoming,
+            superseded=tally.superseded, paused=recurrence.paused, failed=tally.failed,
         )  # fmt: skip
 
     @property
@@ -9303,7 +9384,16 @@ class RecurringJob(Schedule):
         found, now = await self._store.get([self._row.id]), self._engine.clock.time()
         if not found:
             raise self._gone()
-        fresh = {"id": new_id(now), "seq": 0, "key": None, "recurrence": None, "fire_time": now, "run_at": now, "created": now}
+        fresh = {
+            "id": new_id(now),
+            "seq": 0,
+            "key": None,
+            "recurrence": None,
+            "tally": None,
+            "fire_time": now,
+            "run_at": now,
+            "created": now,
+        }
         fresh |= dict.fromkeys(("ready", "lease", "worker", "started", "waiters", "runner", "ran"))
         fresh |= {"schedule": self._row.key, "by_hand": True}
         return found[0].but(**FRESH, **fresh, claim_no=0)

@@ -1068,6 +1068,9 @@ TABLE: dict[str, tuple[dict[str, Any], tinyq.Outcome, dict[str, Any]]] = {
         {}, tinyq.Outcome("undecodable", reason="undecodable: not JSON"),
         {"state": State.DEAD, "attempts": 0, "keep": True, "keep_until": None, "reason": "undecodable: not JSON"},
     ),
+    "a fire time that was missed": (
+        {"attempts": 2}, tinyq.Outcome("missed"), {"state": State.PENDING, "attempts": 1, "reason": tinyq.MISSED},
+    ),
     "lost is due at once and counts": (
         {"attempts": 2}, tinyq.Outcome("lost"), {"state": State.PENDING, "attempts": 2, "lost": 1, "run_at": NOW},
     ),

@@ -982,7 +982,7 @@ async def test_who_looks_for_lost_workers_does_not_read_payloads(store: SQLiteSt
 async def test_what_may_be_long_comes_last_in_a_row_of_the_file(store: SQLiteStore, other: sqlite3.Connection) -> None:
     """So that it is not read on the way to a short column. (What came later stands behind, and is read with them only.)"""
     names = [name for _, name, *_ in other.execute("PRAGMA table_info(tinyq_jobs)")]
-    assert names[-3:] == ["payload", "result", "progress"]
+    assert names[-5:] == ["payload", "result", "progress", "recurrence", "tally"]
     light = dict(zip(tinyq.COLUMNS, tinyq.LIGHT.split(", "), strict=True))
     assert {column for column, selected in light.items() if selected == "NULL"} == {"payload", "result", "progress"}
 

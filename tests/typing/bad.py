@@ -302,7 +302,9 @@ tinyq.every(look_up)  # error
 tinyq.every(60, offset="5")  # error
 tinyq.every(60, immediate="yes")  # error
 tinyq.every(60, immediat=True)  # error
-tinyq.every(60, overlap="allow")  # error
+tinyq.every(60, overlap="wait")  # error
+tinyq.every(60, misfire="never")  # error
+tinyq.cron("0 * * * *", zone="UTC")  # error
 tinyq.every(60, per_process=1.5)  # error
 tinyq.every(60, queue=7)  # error
 tinyq.every(60, durabel=True)  # error
