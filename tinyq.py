@@ -82,7 +82,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections import Counter, deque
+from collections import Counter, abc, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta, tzinfo
 from enum import StrEnum
@@ -101,9 +101,12 @@ from typing import (
     TypedDict,
     TypeVar,
     TypeVarTuple,
+    Union,
     Unpack,
     cast,
     dataclass_transform,
+    get_args,
+    get_origin,
     get_type_hints,
     overload,
 )  # fmt: skip
@@ -1621,7 +1624,6 @@ def closed_with_request(value: object, path: str) -> Misfit | None:
     return Misfit(f"{path} is of type {type_name(kind)}, which is closed with its request", BOUND_ADVICE)
 
 
-Picks = list[tuple[str, int]]  # at which path which member of a union was taken
 SIMPLE: Final = frozenset((int, bool, type(None)))  # what JSON carries as it is, with nothing in it to look at
 
 
@@ -1656,7 +1658,7 @@ def foreign(value: object, path: str) -> Misfit | None:
     return next((found for inner, item in parts if (found := foreign(item, inner))), None)
 
 
-def plainly(value: Any, path: str, picks: Picks) -> Any:
+def plainly(value: Any, path: str) -> Any:
     """What has no annotation to go by is JSON already."""
     if found := foreign(value, path):
         raise found
@@ -1698,11 +1700,11 @@ def encode_call(handler: Handler | None, name: str, call: Arguments, limit: int)
         else:
             if "\\ud" not in text or not any(type(value) is str and lone(value) for value in args):
                 return text if len(text) <= limit else within(limit, name, text)
-    named: list[tuple[int | str, str, Any]] = [(i, argument_name(handler, i), value) for i, value in enumerate(args)]
+    named = [(argument_name(handler, i), value) for i, value in enumerate(args)]
     texts = []
-    for which, path, value in [*named, *((key, key, value) for key, value in kwargs.items())]:
+    for path, value in [*named, *kwargs.items()]:
         try:
-            plain = plainly(value, path, []) if codecs is None else codecs.write(which, value, path)
+            plain = plainly(value, path) if codecs is None else codecs.write(value, path)
             texts.append(encode_json(plain))
         except Misfit as error:
             raise PayloadError(clean(f"task {name!r}: {error}; {error.way_out or way_out(handler)}")) from None
@@ -1772,16 +1774,18 @@ def traceback_text(error: BaseException) -> str:
 
 # ── 8. Payload: what annotations say ──────────────────────────────────────────────────────────────────────────────────
 # Arguments that JSON has no word for, carried as their annotations say. A codec writes a value as plain JSON and reads it
-# back; what would come back as something else is refused when it is handed in. Codecs are made when a handler first needs them.
+# back. Whatever is handed in is read back at once, and refused unless the same comes of it: no codec needs to see to that.
 
 
 def unfit(path: str, value: object, says: str) -> Misfit:
-    if bound := closed_with_request(value, path):
-        return bound
-    return Misfit(
+    return closed_with_request(value, path) or Misfit(
         f"{path} is of type {type_name(type(value))}, and the annotation says {says}, which is how it would arrive",
         "pass what the annotation says, or change the annotation",
     )
+
+
+def unreadable(path: str, value: object, says: str) -> Misfit:
+    return Misfit(f"{path} (of type {type(value).__qualname__}) does not read as {says}")
 
 
 def any_bound(args: Iterable[Any]) -> list[Any]:
@@ -1789,595 +1793,314 @@ def any_bound(args: Iterable[Any]) -> list[Any]:
     return [] if UNBOUND.issuperset(map(type, args)) else [value for value in args if bound_to_request(type(value))]
 
 
-def unreadable(path: str, value: object, says: str) -> Misfit:
-    return Misfit(f"{path} (of type {type(value).__qualname__}) does not read as {says}")
-
-
 class Codec:
-    """Two functions of (value, path, picks), and what they are for. Raises Misfit."""
+    """What is done with the values of one annotation: two functions of (value, path), which raise Misfit. They get values of
+    these exact types only: `kinds` to write, `stored` to read; None: of any."""
 
     def __init__(
         self,
         says: str = "anything",
-        encode: Callable[[Any, str, Picks], Any] = plainly,
-        decode: Callable[[Any, str, Picks], Any] = lambda value, path, picks: value,
+        write: Callable[[Any, str], Any] = plainly,
+        read: Callable[[Any, str], Any] = lambda value, path: value,
+        kinds: Sequence[type] | None = None,
+        stored: Sequence[type] | None = None,
     ) -> None:
-        self.says, self.encode, self.decode = says, encode, decode
+        self.says, self._write, self._read, self._kinds, self._stored = says, write, read, kinds, stored
+        self.plain = write is plainly  # JSON already, or refused
+
+    def write(self, value: Any, path: str) -> Any:
+        if self._kinds is not None and type(value) not in self._kinds:
+            raise unfit(path, value, self.says)
+        return self._write(value, path)
+
+    def read(self, value: Any, path: str) -> Any:
+        if self._stored is not None and type(value) not in self._stored:
+            raise unreadable(path, value, self.says)
+        return self._read(value, path)
 
 
 ANYTHING: Final = Codec()
-NOTHING: Final[Mapping[Any, Any]] = {}
 
 
 def write(codec: Codec, value: Any, path: str) -> Any:
-    """One value as plain JSON. Where its annotation leaves a choice, it is also read back, to see that the same comes of it."""
-    picks: Picks = []
-    written = codec.encode(value, path, picks)
-    if picks:
-        again: Picks = []
-        back = read_back(codec, written, path, again)
-        if again != picks:
-            where = next((one for one, other in zip(picks, again, strict=False) if one != other), picks[0])[0]
-            raise Misfit(
-                f"{where} is ambiguous: what would be stored of it reads like another type of those in {codec.says}",
-                "annotate it with one type, or with types that JSON can tell apart",
-            )
-        if encode_json(codec.encode(back, path, [])) != encode_json(written):
-            raise Misfit(f"{path} would arrive as another value, since its class changes what it is given", "pass plain values")
+    """One value as plain JSON, once it is certain that the same will arrive."""
+    written = codec.write(value, path)
+    if not codec.plain:
+        refuse_change(value, read_back(codec, written, path), path)
     return written
 
 
-def read_back(codec: Codec, written: Any, path: str, picks: Picks) -> Any:
+def read_back(codec: Codec, written: Any, path: str) -> Any:
     """Its inverse. Classes of the application are called here, and may raise anything."""
     try:
-        return codec.decode(written, path, picks)
+        return codec.read(written, path)
     except (Misfit, KeyboardInterrupt):
         raise
     except BaseException as error:
         raise Misfit(f"{path} does not fit {codec.says}: {error_text(error)}") from None
 
 
-def scalar(kind: type, write: Callable[[Any], Any], read: Callable[[Any], Any], *kinds: type) -> Codec:
-    """What is one text or number in JSON; `kinds` are those that are read."""
-    says = kind.__qualname__
+def parts(value: Any, path: str) -> list[tuple[Any, str, Any]]:
+    """What a value holds: name, path and part of each."""
+    kind = type(value)
+    if issubclass(kind, dict):
+        return [(name, f"{path}[{name!r}]", part) for name, part in value.items()]
+    for fields in ("_fields", "__dataclass_fields__", "model_fields"):
+        if names := getattr(kind, fields, ()):
+            return [(name, f"{path}.{name}", getattr(value, name)) for name in names if hasattr(value, name)]
+    if issubclass(kind, (set, frozenset)):
+        ordered = sorted(value, key=lambda part: (hash(part), repr(part)))  # alike for sets that are equal
+        return [(None, f"{path}{{…}}", part) for part in ordered]
+    return [(i, f"{path}[{i}]", part) for i, part in enumerate(value)] if issubclass(kind, (list, tuple)) else []
 
-    def encode(value: Any, path: str, picks: Picks) -> Any:
-        if type(value) is not kind:
-            raise unfit(path, value, says)
-        try:
-            return plainly(write(value), path, picks)
-        except ValueError as error:
-            raise error if isinstance(error, Misfit) else Misfit(f"{path} cannot be written: {error}", "pass another") from None
 
-    def decode(value: Any, path: str, picks: Picks) -> Any:
+def refuse_change(value: Any, back: Any, path: str) -> None:
+    """Misfit unless what came back is the same value, of the same type all the way down."""
+    if type(back) is not type(value):
+        raise Misfit(
+            f"{path} is ambiguous: of type {type_name(type(value))}, it would arrive as {type_name(type(back))}",
+            "annotate it with one type, or with types that JSON can tell apart",
+        )
+    inside, again = parts(value, path), parts(back, path)
+    for (_, where, part), (_, _, other) in zip(inside, again, strict=False):
+        refuse_change(part, other, where)
+    whole = not inside or hasattr(type(value), "model_fields")  # a model may have more than its fields
+    if len(inside) != len(again) or (whole and back != value):
+        raise Misfit(
+            f"{path} does not come back from JSON as it was",
+            "pass plain values, or annotate it with a type that JSON can hold (secrets and private attributes are not written)",
+        )
+
+
+def scalar(
+    kinds: Sequence[type],
+    stored: Sequence[type],
+    to_json: Callable[[Any], Any] = lambda value: value,
+    of_json: Callable[[Any], Any] = lambda value: value,
+) -> Codec:
+    """What is one text or number in JSON."""
+    says = kinds[0].__qualname__
+
+    def read(value: Any, path: str) -> Any:
         try:
-            if type(value) in kinds:
-                return read(value)
+            return of_json(value)
         except Exception:  # an Enum may have a word of its own for it
-            pass
-        raise unreadable(path, value, says)
+            raise unreadable(path, value, says) from None
 
-    return Codec(says, encode, decode)
-
-
-def exactly(*kinds: type) -> Codec:
-    """In a union even what JSON carries as it is has to be told from the rest."""
-    says = kinds[0].__name__
-
-    def check(value: Any, path: str, picks: Picks) -> Any:
-        if type(value) not in kinds:
-            raise unfit(path, value, says)
-        return plainly(value, path, picks)
-
-    return Codec(says, check, check)
+    return Codec(says, lambda value, path: plainly(to_json(value), path), read, kinds, stored)
 
 
-def write_moment(value: Any) -> str:
-    if value.tzinfo is not None and value.utcoffset() is None:
-        raise ValueError("its time zone tells no offset without a date")
-    return str(value.isoformat())
+def write_moment(value: Any) -> Any:
+    lost = value.tzinfo is not None and value.utcoffset() is None  # a zone that tells no offset without a date
+    return value if lost else value.isoformat()
 
 
 def write_seconds(value: timedelta) -> Any:
-    """A number, or its text where a float would not hold all of it."""
-    units = value // timedelta(microseconds=1)
-    if units % 10**6 == 0:
-        return units // 10**6
-    if abs(units) < 2**52:
-        return value.total_seconds()
-    return f"{'-' * (units < 0)}{abs(units) // 10**6}.{abs(units) % 10**6:06}"
+    if abs(value.days) > 50_000:  # a float would not hold all of it
+        return [value.days, value.seconds, value.microseconds]
+    seconds = value.total_seconds()
+    return int(seconds) if seconds.is_integer() else seconds
 
 
 def read_seconds(value: Any) -> timedelta:
-    if not isinstance(value, str):
-        return timedelta(seconds=value)
-    whole, _, rest = value.partition(".")
-    return timedelta(microseconds=int(f"{whole}{rest:0<6}"))
+    return timedelta(*value) if type(value) is list else timedelta(seconds=float(value))
 
 
-def write_number(value: Any) -> str:
-    if not value.is_finite():
-        raise ValueError(f"{value} is not a number")
-    return str(value)
-
-
-@functools.cache
-def scalars() -> Mapping[Any, Codec]:
-    import base64
-    import datetime as dt
-    import decimal
-    import uuid
-
-    return {
-        dt.datetime: scalar(dt.datetime, write_moment, dt.datetime.fromisoformat, str),
-        dt.date: scalar(dt.date, dt.date.isoformat, dt.date.fromisoformat, str),
-        dt.time: scalar(dt.time, write_moment, dt.time.fromisoformat, str),
-        dt.timedelta: scalar(dt.timedelta, write_seconds, read_seconds, int, float, str),
-        uuid.UUID: scalar(uuid.UUID, str, uuid.UUID, str),
-        decimal.Decimal: scalar(decimal.Decimal, write_number, decimal.Decimal, str, int),
-        bytes: scalar(
-            bytes, lambda value: base64.b64encode(value).decode(), lambda text: base64.b64decode(text, validate=True), str
-        ),
-    }
-
-
-def enumeration(kind: Any) -> Codec:
-    """By value; by name if JSON would change one of the values."""
-    if all(type(member.value) in (str, int, bool, float, type(None)) for member in kind):
-        return scalar(kind, lambda member: member.value, kind, str, int, bool, float, type(None))
-    return scalar(kind, lambda member: member.name, kind.__getitem__, str)
-
-
-def collection(kind: Any, items: Sequence[Codec], fixed: bool = False) -> Codec:
-    """list, set, frozenset or tuple of one type; a fixed tuple has one for each place."""
-    says = f"{kind.__name__}[{', '.join(item.says for item in items)}]"
-    ordered = kind in (list, tuple)
-
-    def parts(value: Any, path: str) -> Iterable[tuple[Codec, Any, str]]:
-        for i, (part, item) in enumerate(zip(value, items if fixed else itertools.repeat(items[0]), strict=False)):
-            yield item, part, f"{path}[{i}]" if ordered else f"{path}{{…}}"
-
-    def encode(value: Any, path: str, picks: Picks) -> Any:
-        if type(value) is not kind or (fixed and len(value) != len(items)):
-            raise unfit(path, value, says)
-        if ordered:
-            return [item.encode(part, where, picks) for item, part, where in parts(value, path)]
-        written: list[tuple[str, Any, Picks]] = []
-        for item, part, where in parts(value, path):
-            mine: Picks = []
-            plain = item.encode(part, where, mine)
-            written.append((encode_json(plain), plain, mine))
-        written.sort(key=lambda each: each[0])  # the same set, the same payload
-        picks.extend(pick for _, _, mine in written for pick in mine)
-        return [plain for _, plain, _ in written]
-
-    def decode(value: Any, path: str, picks: Picks) -> Any:
-        if type(value) is not list or (fixed and len(value) != len(items)):
-            raise unreadable(path, value, says)
-        return kind([item.decode(part, where, picks) for item, part, where in parts(value, path)])
-
-    return Codec(says, encode, decode)
-
-
-def mapping(key: Codec, item: Codec) -> Codec:
-    """A dict. Keys that are not text are written as their text, and must come back from it."""
-    says = f"dict[{key.says}, {item.says}]"
-
-    def read_key(text: str, path: str) -> Any:
-        try:
-            return key.decode(text, path, [])
-        except Misfit:
-            if not text.removeprefix("-").isdecimal():
-                raise
-            return key.decode(int(text), path, [])
-
-    def write_key(value: Any, path: str) -> str:
-        plain = key.encode(value, f"a key of {path}", [])
-        text = str(plain) if type(plain) is int else plain
-        if type(text) is not str or type(back := read_key(text, path)) is not type(value) or back != value:
-            raise Misfit(f"{path} has the key {value!r} of type {type(value).__qualname__}; as text it would be another key")
-        return text
-
-    def encode(value: Any, path: str, picks: Picks) -> Any:
-        if type(value) is not dict:
-            raise unfit(path, value, says)
-        return {write_key(name, path): item.encode(part, f"{path}[{name!r}]", picks) for name, part in value.items()}
-
-    def decode(value: Any, path: str, picks: Picks) -> Any:
-        if type(value) is not dict:
-            raise unreadable(path, value, says)
-        found = {}
-        for text, part in value.items():
-            name = read_key(text, f"a key of {path}")
-            found[name] = item.decode(part, f"{path}[{name!r}]", picks)
-        return found
-
-    return Codec(says, encode, decode)
-
-
-class Fields(Record):
-    """What is known of a class with fields, or of a TypedDict."""
-
-    kind: Any
-    codecs: Mapping[str, Codec]
-    required: frozenset[str]
-    make: Callable[[dict[str, Any]], Any]
-    open: bool = False  # may hold more than its annotations name
-    changes: bool = False  # has a say about what it is given
-
-    def take(self, value: Any, path: str) -> Iterable[tuple[str, str, Any]]:
-        """The parts of a value: name, path and part."""
-        if isinstance(value, dict):
-            return [(name, f"{path}[{name!r}]", part) for name, part in value.items()]
-        return [(name, f"{path}.{name}", getattr(value, name)) for name in self.codecs if hasattr(value, name)]
-
-    def codec(self) -> Codec:
-        says, kind = self.kind.__qualname__, dict if self.open else self.kind
-
-        def encode(value: Any, path: str, picks: Picks) -> Any:
-            if type(value) is not kind:
-                raise unfit(path, value, says)
-            parts = self.take(value, path)
-            if self.changes:
-                picks.append((path, 0))
-            self.check({name: part for name, _, part in parts}, path, says)
-            if self.open and (found := foreign(dict.fromkeys(value), path)):
-                raise found
-            return {name: self.codecs.get(name, ANYTHING).encode(part, where, picks) for name, where, part in parts}
-
-        def decode(value: Any, path: str, picks: Picks) -> Any:
-            if type(value) is not dict:
-                raise unreadable(path, value, says)
-            if self.changes:
-                picks.append((path, 0))
-            self.check(value, path, says)
-            names = value if self.open else [name for name in self.codecs if name in value]
-            between = "[{!r}]" if self.open else ".{}"
-            read = {
-                name: self.codecs.get(name, ANYTHING).decode(value[name], path + between.format(name), picks) for name in names
-            }
-            try:
-                return self.make(read)
-            except Exception as error:
-                raise Misfit(f"{path} is refused by {says}: {error_text(error)}") from None
-
-        return Codec(says, encode, decode)
-
-    def check(self, parts: Mapping[str, Any], path: str, says: str) -> None:
-        for name in self.required:
-            if name not in parts:
-                raise Misfit(f"{path} has no {name!r}, which {says} needs", "give it")
-        if not self.open:
-            for name in parts:
-                if name not in self.codecs:
-                    raise Misfit(f"{path} has {name!r}, which {says} does not know")
-
-
-def optional(inner: Codec) -> Codec:
-    def encode(value: Any, path: str, picks: Picks) -> Any:
-        written = None if value is None else inner.encode(value, path, picks)
-        if written is None and value is not None:
-            raise Misfit(f"{path} would arrive as None", "use another value for it")
-        return written
-
-    def decode(value: Any, path: str, picks: Picks) -> Any:
-        return None if value is None else inner.decode(value, path, picks)
-
-    return Codec(f"{inner.says} | None", encode, decode)
-
-
-def union(members: Sequence[Codec]) -> Codec:
-    """The first member that can write a value writes it. It is read by the first that would write the same again, else by the
-    first that can read it at all: text that only resembles a UUID stays text."""
-    says = " | ".join(member.says for member in members)
-
-    def encode(value: Any, path: str, picks: Picks) -> Any:
-        deeper: Misfit | None = None
-        for i, member in enumerate(members):
-            before = len(picks)
-            picks.append((path, i))
-            try:
-                return member.encode(value, path, picks)
-            except Misfit as error:
-                del picks[before:]
-                deeper = deeper or (None if str(error).startswith(f"{path} is of type ") else error)
-        raise deeper or unfit(path, value, says)
-
-    def decode(value: Any, path: str, picks: Picks) -> Any:
-        found: list[tuple[Any, Picks]] = []
-        for i, member in enumerate(members):
-            mine: Picks = [(path, i)]
-            with contextlib.suppress(Misfit):
-                found.append((member.decode(value, path, mine), mine))
-                if encode_json(member.encode(found[-1][0], path, [])) == encode_json(value):
-                    found = [found[-1]]
-                    break
-        if not found:
-            raise unreadable(path, value, says)
-        picks.extend(found[0][1])
-        return found[0][0]
-
-    return Codec(says, encode, decode)
-
-
-def pydantic_codec(hint: Any) -> Codec:
-    """Through pydantic's own TypeAdapter: dumped in JSON mode, and validated from JSON on arrival."""
-    adapter = sys.modules["pydantic"].TypeAdapter(hint)
-    says = getattr(hint, "__qualname__", str(hint))
-    by_name = "by_name" in inspect.signature(adapter.validate_json).parameters  # since 2.11
-    names: dict[str, Any] = {"by_alias": True, "by_name": True} if by_name else {}
-
-    def decode(value: Any, path: str, picks: Picks) -> Any:
-        try:
-            return adapter.validate_json(encode_json(value), **names)
-        except sys.modules["pydantic"].ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-            raise Misfit(f"{path}{where} does not fit {says}: {first['msg']}") from None
-
-    def encode(value: Any, path: str, picks: Picks) -> Any:
-        try:
-            written = adapter.dump_python(value, mode="json", round_trip=True, by_alias=not by_name, warnings=False)
-            back = decode(plainly(written, path, picks), path, picks)
-        except Exception as error:
-            if not isinstance(hint, type) or not isinstance(value, hint):
-                raise unfit(path, value, says) from None
-            raise (
-                error if isinstance(error, Misfit) else Misfit(f"{path} cannot be written: {error}", "change its class")
-            ) from None
-        if type(back) is not type(value):
-            raise unfit(path, value, says)
-        if back != value:
-            fields = getattr(type(value), "model_fields", ())
-            name = next((f".{name}" for name in fields if getattr(value, name, ...) != getattr(back, name, ...)), "")
-            raise Misfit(
-                f"{path}{name} does not come back from JSON as it was",
-                "annotate it with a type that JSON can hold (secrets and private attributes are not written)",
-            )
-        return written
-
-    return Codec(says, encode, decode)
-
-
-def evaluated(annotation: Any, names: Mapping[str, Any], own: Mapping[str, Any] = NOTHING) -> Any:
-    """What an annotation stands for, names in quotes included; a Codec if that cannot be known."""
-    import types
-    import typing
-
-    holder = types.SimpleNamespace(__annotations__={"it": annotation})
-    try:
-        return typing.get_type_hints(holder, dict(names), dict(own), include_extras=True)["it"]
-    except Exception:  # a name that only type checkers know, say
-        return unresolved(annotation)
-
-
-def unresolved(annotation: object) -> Codec:
-    """An annotation that means nothing at run time: plain values only."""
-
-    def encode(value: Any, path: str, picks: Picks) -> Any:
-        if found := foreign(value, path):
-            what = f"its annotation {annotation!r} cannot be resolved at run time"
-            raise Misfit(
-                f"{found}, and {what}",
-                found.way_out or "import what it names where the program runs, not only under TYPE_CHECKING",
-            )
-        return value
-
-    return Codec(str(annotation), encode)
-
-
-def origin_name(hint: Any) -> str:
-    import typing
-
-    origin = typing.get_origin(hint)
-    return str(getattr(origin, "_name", None) or getattr(origin, "__name__", ""))
-
-
-def typing_args(hint: Any) -> tuple[Any, ...]:
-    import typing
-
-    return typing.get_args(hint)
-
-
-EXACT: Final[Mapping[type, tuple[type, ...]]] = {
+PLAIN: Final[Mapping[type, Sequence[type]]] = {  # what JSON carries as it is; only in a union it has to be told from the rest
     str: (str,), int: (int, bool), bool: (bool,), float: (float, int), type(None): (type(None),),
 }  # fmt: skip
 
 
 @functools.cache
-def containers() -> Mapping[Any, type]:
-    """What arrives where any of several would do."""
-    import collections.abc as abc
+def scalars() -> Mapping[type, Codec]:
+    import base64
+    import datetime as dt
+    import decimal
+    import pathlib
+    import uuid
 
-    kinds = (list, abc.Sequence, abc.MutableSequence, abc.Collection, abc.Iterable)
+    text = [str]
     return {
-        **dict.fromkeys(kinds, list),
-        **dict.fromkeys((set, abc.Set, abc.MutableSet), set),
-        **dict.fromkeys((dict, abc.Mapping, abc.MutableMapping), dict),
-        frozenset: frozenset,
-        tuple: tuple,
+        **{kind: scalar(kinds, kinds) for kind, kinds in PLAIN.items()},
+        dt.datetime: scalar([dt.datetime], text, write_moment, dt.datetime.fromisoformat),
+        dt.date: scalar([dt.date], text, dt.date.isoformat, dt.date.fromisoformat),
+        dt.time: scalar([dt.time], text, write_moment, dt.time.fromisoformat),
+        timedelta: scalar([timedelta], [int, float, str, list], write_seconds, read_seconds),
+        uuid.UUID: scalar([uuid.UUID], text, str, uuid.UUID),
+        decimal.Decimal: scalar([decimal.Decimal], [str, int], lambda n: str(n) if n.is_finite() else math.nan, decimal.Decimal),
+        bytes: scalar([bytes], text, lambda b: base64.b64encode(b).decode(), lambda s: base64.b64decode(s, validate=True)),
+        **{kind: scalar([type(kind("."))], text, str, kind) for kind in (pathlib.Path, pathlib.PurePath)},
     }
 
 
-class Annotations:
-    """Makes the codecs of annotations. None: plain JSON as it is. `strict`: told from the other members of a union.
-    `known` holds what was made before or is being made, since a class may refer to itself."""
+def enumeration(kind: Any) -> Codec:
+    """By value; by name if JSON would change one of the values."""
+    if all(type(member.value) in PLAIN for member in kind):
+        return scalar([kind], list(PLAIN), lambda member: member.value, kind)
+    return scalar([kind], [str], lambda member: member.name, kind.__getitem__)
 
-    def __init__(self) -> None:
-        self.known: dict[Any, Codec | None] = {}
 
-    def of(self, hint: Any, strict: bool = False, names: Mapping[Any, Any] = NOTHING) -> Codec | None:
-        """`names`: what the type variables of a generic class stand for."""
-        if isinstance(hint, Codec):  # it is known by now that it cannot be known
-            return hint
-        key = (hint, strict, *names.items())
+def collection(kind: Any, items: Sequence[Codec], fixed: bool) -> Codec:
+    """list, set, frozenset or tuple of one type; a fixed tuple has one for each place."""
+    says = f"{kind.__name__}[{', '.join(item.says for item in items)}]"
+
+    def inside(value: Any, path: str, refusal: Callable[[str, object, str], Misfit]) -> Iterable[tuple[Codec, Any, str]]:
+        if fixed and len(value) != len(items):
+            raise refusal(path, value, says)
+        for i, (_, where, part) in enumerate(parts(value, path)):
+            yield items[i if fixed else 0], part, where
+
+    def write(value: Any, path: str) -> Any:
+        written = [item.write(part, where) for item, part, where in inside(value, path, unfit)]
+        return written if kind in (list, tuple) else sorted(written, key=encode_json)  # the same set, the same payload
+
+    def read(value: Any, path: str) -> Any:
+        return kind([item.read(part, where) for item, part, where in inside(value, path, unreadable)])
+
+    return Codec(says, write, read, [kind], [list])
+
+
+def mapping(key: Codec, item: Codec) -> Codec:
+    """A dict. Keys that are not text are written as their text, and must come back from it."""
+
+    def write_key(value: Any, path: str) -> str:
+        plain = key.write(value, f"a key of {path}")
+        text = str(plain) if type(plain) is int else plain
+        if type(text) is not str or type(back := read_key(text, path)) is not type(value) or back != value:
+            raise Misfit(f"{path} has the key {value!r} of type {type(value).__qualname__}; as text it would be another key")
+        return text
+
+    def read_key(text: str, path: str) -> Any:
         try:
-            if key in self.known:
-                return self.known[key]
-        except TypeError:  # something in it is not hashable
-            return ANYTHING
-        made = self.known[key] = Codec()
-        found = self._make(hint, strict, names)
-        if found is None:
-            self.known[key] = None
-            return None
-        made.__dict__ = found.__dict__
+            return key.read(text, f"a key of {path}")
+        except Misfit:
+            if not text.removeprefix("-").isdecimal():
+                raise
+            return key.read(int(text), f"a key of {path}")
+
+    def write(value: Any, path: str) -> Any:
+        return {write_key(name, path): item.write(part, where) for name, where, part in parts(value, path)}
+
+    def read(value: Any, path: str) -> Any:
+        return {read_key(text, path): item.read(part, where) for text, where, part in parts(value, path)}
+
+    return Codec(f"dict[{key.says}, {item.says}]", write, read, [dict], [dict])
+
+
+def record(kind: Any, fields: Mapping[str, Codec], required: Iterable[str], late: Iterable[str]) -> Codec:
+    """A dataclass, a NamedTuple, or a TypedDict, which may hold more than its annotations name. `late`: the fields that the
+    constructor does not take."""
+    says, typed_dict = kind.__qualname__, issubclass(kind, dict)
+
+    def write(value: Any, path: str) -> Any:
+        if typed_dict:
+            plainly(dict.fromkeys(value), path)  # its keys
+        held = [each for each in parts(value, path) if typed_dict or each[0] in fields]
+        return {name: fields.get(name, ANYTHING).write(part, where) for name, where, part in held}
+
+    def read(value: Any, path: str) -> Any:
+        if missing := [name for name in required if name not in value]:
+            raise Misfit(f"{path} has no {missing[0]!r}, which {says} needs", "give it")
+        if not typed_dict and (unknown := value.keys() - fields):
+            raise Misfit(f"{path} has {min(unknown)!r}, which {says} does not know")
+        where = "{}[{!r}]" if typed_dict else "{}.{}"
+        found = {name: fields.get(name, ANYTHING).read(part, where.format(path, name)) for name, part in value.items()}
+        after = [(name, found.pop(name)) for name in late if name in found]
+        try:
+            made = kind(**found)
+        except Exception as error:
+            raise Misfit(f"{path} is refused by {says}: {error_text(error)}") from None
+        for name, part in after:
+            object.__setattr__(made, name, part)
         return made
 
-    def sure(self, hint: Any, strict: bool, names: Mapping[Any, Any]) -> Codec:
-        return self.of(hint, strict, names) or (ANYTHING if hint is Any else Codec(getattr(hint, "__name__", str(hint))))
+    return Codec(says, write, read, [dict if typed_dict else kind], [dict])
 
-    def _make(self, hint: Any, strict: bool, names: Mapping[Any, Any]) -> Codec | None:
-        import typing
 
-        origin, args, special = typing.get_origin(hint), typing.get_args(hint), origin_name(hint)
-        if special in ("Annotated", "Required", "NotRequired", "ReadOnly", "Final", "ClassVar"):
-            return self.of(args[0], strict, names)
-        if hasattr(hint, "__supertype__"):  # NewType
-            return self.of(hint.__supertype__, strict, names)
-        if type(origin or hint).__name__ == "TypeAliasType":
-            alias = origin or hint
-            return self.of(alias.__value__, strict, {**names, **dict(zip(alias.__type_params__, args, strict=False))})
-        if isinstance(hint, TypeVar):
-            return self.of(names.get(hint, hint.__bound__ or Any), strict, names)
-        if special in ("Union", "UnionType"):
-            return self._union(args, strict, names)
-        if origin is Literal:
-            return self._literal(args, strict)
-        kind = type(None) if hint is None else origin or hint
-        if not isinstance(kind, type):
-            return ANYTHING if strict else None  # Any, Callable[...] and whatever else there is
-        if (container := containers().get(kind)) is not None:
-            return self._container(container, hint, strict, names)
-        return self._class(hint, kind, strict)
+def optional(inner: Codec) -> Codec:
+    if inner.plain:
+        return inner
+    return Codec(
+        f"{inner.says} | None",
+        lambda value, path: None if value is None else inner.write(value, path),
+        lambda value, path: None if value is None else inner.read(value, path),
+    )
 
-    def _union(self, args: Sequence[Any], strict: bool, names: Mapping[Any, Any]) -> Codec | None:
-        rest = [arg for arg in args if arg not in (None, type(None))]
-        plain = [self.of(arg, False, names) is None for arg in rest]
-        if all(plain) and not strict:
-            return None
-        if len(rest) == 1:
-            return optional(self.sure(rest[0], strict, names))
-        members = [self.sure(arg, True, names) for arg in rest]
-        found = union([members[i] for i in sorted(range(len(rest)), key=plain.__getitem__)])  # text takes what others leave
-        return found if len(rest) == len(args) else optional(found)
 
-    def _literal(self, args: Sequence[Any], strict: bool) -> Codec | None:
-        if not strict and all(foreign(arg, "") is None for arg in args):
-            return None
-        codecs = [(arg, self.sure(type(arg), True, {})) for arg in args]
-        texts = [encode_json(codec.encode(arg, "", [])) for arg, codec in codecs]
-        says = f"Literal[{', '.join(map(repr, args))}]"
+def union(says: str, members: Sequence[Codec]) -> Codec:
+    """The first member that can write a value writes it. It is read by the first that would write the same again, else by the
+    first that can read it at all: text that only resembles a UUID stays text."""
 
-        def encode(value: Any, path: str, picks: Picks) -> Any:
-            for arg, codec in codecs:
-                if type(arg) is type(value) and arg == value:
-                    written = codec.encode(value, path, picks)
-                    if texts.count(encode_json(written)) > 1:
-                        raise Misfit(f"{path} is ambiguous: its JSON is that of another value of {says}", "use other values")
-                    return written
-            raise unfit(path, value, says)
+    def write(value: Any, path: str) -> Any:
+        inside: list[Misfit] = []
+        for member in members:
+            try:
+                return member.write(value, path)
+            except Misfit as error:
+                inside += [] if str(error).startswith(f"{path} is of type ") else [error]
+        raise inside[0] if inside else unfit(path, value, says)
 
-        def decode(value: Any, path: str, picks: Picks) -> Any:
-            text = encode_json(value)
-            if text not in texts:
-                raise Misfit(f"{path} is none of {says}")
-            return args[texts.index(text)]
+    def read(value: Any, path: str) -> Any:
+        found = []
+        for member in members:
+            with contextlib.suppress(Misfit):
+                found.append(member.read(value, path))
+                if encode_json(member.write(found[-1], path)) == encode_json(value):
+                    return found[-1]
+        if not found:
+            raise unreadable(path, value, says)
+        return found[0]
 
-        return Codec(says, encode, decode)
+    return Codec(says, write, read)
 
-    def _container(self, kind: type, hint: Any, strict: bool, names: Mapping[Any, Any]) -> Codec | None:
-        args = typing_args(hint)
-        if kind is tuple:
-            if args[1:] == (...,) or hint is tuple:
-                return collection(tuple, [self.sure(args[0] if args else Any, strict, names)])
-            if any(isinstance(arg, TypeVarTuple) or "*" in str(arg) for arg in args):
-                return ANYTHING if strict else None
-            return collection(tuple, [self.sure(arg, strict, names) for arg in args], fixed=True)
-        if kind is dict:
-            key, item = args or (Any, Any)
-            if not strict and key in (str, Any) and self.of(item, False, names) is None:
-                return None
-            return mapping(self.sure(key, True, names), self.sure(item, strict, names))
-        item = args[0] if args else Any
-        if kind is list and not strict and self.of(item, False, names) is None:
-            return None
-        return collection(kind, [self.sure(item, strict, names)])
 
-    def _class(self, hint: Any, kind: Any, strict: bool) -> Codec | None:
-        if kind in EXACT:
-            return exactly(*EXACT[kind]) if strict else None
-        if kind is object:
-            return ANYTHING if strict else None
-        import dataclasses
-        import enum
-        import pathlib
+def pydantic_codec(hint: Any, kind: Any) -> Codec:
+    """Through pydantic's own TypeAdapter: dumped in JSON mode, and validated from JSON on arrival."""
+    pydantic = sys.modules["pydantic"]
+    adapter, says = pydantic.TypeAdapter(hint), getattr(hint, "__qualname__", str(hint))
+    by_name = "by_name" in inspect.signature(adapter.validate_json).parameters  # since 2.11
+    names: dict[str, Any] = {"by_alias": True, "by_name": True} if by_name else {}
 
-        if kind in scalars():
-            return scalars()[kind]
-        if "pydantic" in sys.modules and (
-            hasattr(kind, "__get_pydantic_core_schema__") or "__pydantic_validator__" in vars(kind)
-        ):
-            return pydantic_codec(hint)
-        if issubclass(kind, enum.Enum):
-            return enumeration(kind)
-        if issubclass(kind, dict) and hasattr(kind, "__required_keys__"):  # TypedDict, or the one of typing_extensions
-            return self._typed_dict(hint, kind, strict)
-        if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-            return self._named_tuple(hint, kind, strict)
-        if dataclasses.is_dataclass(kind) and "__dataclass_fields__" in vars(kind):
-            return self._dataclass(hint, kind, strict)
-        if issubclass(kind, pathlib.PurePath):
-            return scalar(type(kind(".")), str, kind, str)
-        return exactly(kind) if strict else None  # which will refuse all there is
+    def write(value: Any, path: str) -> Any:
+        try:
+            written = adapter.dump_python(value, mode="json", round_trip=True, by_alias=not by_name, warnings=False)
+        except Exception as error:
+            why = Misfit(f"{path} cannot be written: {error_text(error)}", "change its class")
+            raise closed_with_request(value, path) or why from None
+        return plainly(written, path)
 
-    def _fields(self, hint: Any, kind: Any, strict: bool, hints: Mapping[str, Any], optionals: Iterable[str]) -> dict[str, Codec]:
-        names = dict(zip(getattr(kind, "__parameters__", ()), typing_args(hint), strict=False))
-        codecs = {name: self.sure(each, strict, names) for name, each in hints.items()}
-        return codecs | {name: optional(codecs[name]) for name in optionals if codecs[name] is not ANYTHING}
+    def read(value: Any, path: str) -> Any:
+        try:
+            return adapter.validate_json(encode_json(value), **names)
+        except pydantic.ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+            raise Misfit(f"{path}{where} does not fit {says}: {first['msg']}") from None
 
-    def _typed_dict(self, hint: Any, kind: Any, strict: bool) -> Codec:
-        hints = class_hints(kind)
-        required = set(kind.__required_keys__)
-        for name, each in hints.items():  # its own sets do not know better, where annotations are postponed
-            word = origin_name(each)
-            required = required | {name} if word == "Required" else required - {name} if word == "NotRequired" else required
-        codecs = self._fields(hint, kind, strict, hints, ())
-        return Fields(kind=kind, codecs=codecs, required=frozenset(required), make=dict, open=True).codec()
+    return Codec(says, write, read, [kind] if "__pydantic_validator__" in vars(kind) else None)
 
-    def _named_tuple(self, hint: Any, kind: Any, strict: bool) -> Codec:
-        hints, defaults = dict.fromkeys(kind._fields, Any) | class_hints(kind), kind._field_defaults
-        hints = {name: hints[name] for name in kind._fields}
-        codecs = self._fields(hint, kind, strict, hints, [name for name in defaults if defaults[name] is None])
-        return Fields(
-            kind=kind,
-            codecs=codecs,
-            required=frozenset(hints.keys() - defaults),
-            make=lambda values: kind(**values),
-            changes=True,
-        ).codec()
 
-    def _dataclass(self, hint: Any, kind: Any, strict: bool) -> Codec | None:
-        import dataclasses
+def unresolved(annotation: object) -> Codec:
+    """An annotation that means nothing at run time: plain values only."""
 
-        fields, hints = dataclasses.fields(kind), class_hints(kind)
-        pseudo = kind.__dataclass_fields__.keys() - {field.name for field in fields} - vars(kind).keys()
-        if not kind.__dataclass_params__.init or any(type(hints.get(name)) is dataclasses.InitVar for name in pseudo):
-            return exactly(kind) if strict else None  # there is no telling what its constructor takes
-        late = [field.name for field in fields if not field.init]
-        plain = [field.name for field in fields if field.default is None]
-        required = [f.name for f in fields if f.init and f.default is f.default_factory is dataclasses.MISSING]
+    def write(value: Any, path: str) -> Any:
+        if found := foreign(value, path):
+            way_out = found.way_out or "import what it names where the program runs, not only under TYPE_CHECKING"
+            raise Misfit(f"{found}, and its annotation {annotation!r} cannot be resolved at run time", way_out)
+        return value
 
-        def make(values: dict[str, Any]) -> Any:
-            after = {name: values.pop(name) for name in late if name in values}
-            made = kind(**values)
-            for name, value in after.items():
-                object.__setattr__(made, name, value)
-            return made
+    return Codec(str(annotation), write)
 
-        codecs = self._fields(hint, kind, strict, {field.name: hints.get(field.name, Any) for field in fields}, plain)
-        changes = hasattr(kind, "__post_init__")
-        return Fields(kind=kind, codecs=codecs, required=frozenset(required), make=make, changes=changes).codec()
+
+def evaluated(annotation: Any, names: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
+    """What an annotation stands for, names in quotes included; a Codec if that cannot be known."""
+    import types
+
+    try:
+        holder = types.SimpleNamespace(__annotations__={"it": annotation})
+        return get_type_hints(holder, dict(names), dict(own), include_extras=True)["it"]
+    except Exception:  # a name that only type checkers know, say
+        return unresolved(annotation)
 
 
 def class_hints(kind: Any) -> dict[str, Any]:
@@ -2390,71 +2113,186 @@ def class_hints(kind: Any) -> dict[str, Any]:
     return found
 
 
-class Codecs(Record):
-    """What the annotations of a handler's parameters say."""
-
-    positions: Sequence[Codec]
-    rest: Codec  # of *args
-    names: Mapping[str, Codec]
-    more: Codec  # of **kwargs
-
-    def pick(self, which: int | str) -> Codec:
-        if isinstance(which, str):
-            return self.names.get(which, self.more)
-        return self.positions[which] if which < len(self.positions) else self.rest
-
-    def write(self, which: int | str, value: Any, path: str) -> Any:
-        return write(self.pick(which), value, path)
-
-
 def handler_hints(handler: Handler) -> dict[str, Any]:
     """What the annotations of its parameters, and of "return", stand for."""
+    if handler.signature is None:
+        return {}
     core: Any = handler.fn
     while isinstance(core, functools.partial):
         core = core.func
     core = inspect.unwrap(core)
     if not inspect.isroutine(core):
         core = inspect.unwrap(core.__init__ if isinstance(core, type) else type(core).__call__)  # type: ignore[misc]
-    names = getattr(core, "__globals__", {})
-    if handler.signature is None:
-        return {}
     hints = {name: parameter.annotation for name, parameter in handler.signature.parameters.items()}
     hints["return"] = handler.signature.return_annotation
-    return {name: Any if hint is inspect.Parameter.empty else evaluated(hint, names) for name, hint in hints.items()}
+    names = getattr(core, "__globals__", {})
+    return {name: Any if hint is inspect.Parameter.empty else evaluated(hint, names, {}) for name, hint in hints.items()}
+
+
+def origin_name(hint: Any) -> str:
+    origin = get_origin(hint)
+    return str(getattr(origin, "_name", None) or getattr(origin, "__name__", ""))
+
+
+def filled(hint: Any, names: Mapping[Any, Any]) -> Any:
+    """An annotation in a generic class, with what its type variables stand for."""
+    if isinstance(hint, TypeVar):
+        return names.get(hint, hint)
+    inside = getattr(hint, "__parameters__", ()) if names and get_origin(hint) else ()
+    return hint[tuple(names.get(each, each) for each in inside)] if inside else hint
+
+
+CONTAINERS: Final[Mapping[Any, type]] = {  # what arrives where any of several would do
+    **dict.fromkeys((list, abc.Sequence, abc.MutableSequence, abc.Collection, abc.Iterable), list),
+    **dict.fromkeys((set, abc.Set, abc.MutableSet), set),
+    **dict.fromkeys((dict, abc.Mapping, abc.MutableMapping), dict),
+    frozenset: frozenset,
+    tuple: tuple,
+}
+
+
+class Annotations:
+    """Makes the codecs of annotations. `strict`: told from the other members of a union, by exact types; else what is plain
+    JSON is carried as it is. `known` holds what was made before or is being made, since a class may refer to itself."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Codec] = {}
+
+    def of(self, hint: Any, strict: bool = False) -> Codec:
+        if isinstance(hint, Codec):  # it is known by now that it cannot be known
+            return hint
+        known, key = self.known, (hint, strict)
+        try:
+            if (found := known.get(key)) is not None:
+                return found
+        except TypeError:  # what is noted beside a type need not be hashable
+            return self._make(hint, strict)
+        known[key] = Codec(
+            "…", lambda value, path: known[key].write(value, path), lambda value, path: known[key].read(value, path)
+        )
+        known[key] = self._make(hint, strict)
+        return known[key]
+
+    def _make(self, hint: Any, strict: bool) -> Codec:
+        origin, args, word = get_origin(hint), get_args(hint), origin_name(hint)
+        if word in ("Annotated", "Required", "NotRequired", "ReadOnly", "Final", "ClassVar"):
+            return self.of(args[0], strict)
+        if hasattr(hint, "__supertype__"):  # NewType
+            return self.of(hint.__supertype__, strict)
+        if isinstance(hint, TypeVar):
+            return self.of(hint.__bound__ or Any, strict)
+        kind: Any = type(None) if hint is None else origin or hint
+        if type(kind).__name__ == "TypeAliasType":
+            return self.of(filled(kind.__value__, dict(zip(kind.__type_params__, args, strict=False))), strict)
+        if word in ("Union", "UnionType"):
+            return self._union(args, strict)
+        if kind is Literal:
+            return self._literal(args, strict)
+        if kind in (Any, object) or not isinstance(kind, type):  # or Callable[...], or whatever else there is
+            return ANYTHING
+        return self._container(hint, args, strict) if kind in CONTAINERS else self._class(hint, kind, strict)
+
+    def _union(self, args: Sequence[Any], strict: bool) -> Codec:
+        rest = [arg for arg in args if arg not in (None, type(None))]
+        rest.sort(key=lambda arg: self.of(arg).plain)  # text takes what others leave
+        members = [self.of(arg, strict or len(rest) > 1) for arg in rest]
+        says = " | ".join(member.says for member in members)
+        if not strict and self.of(rest[0]).plain:
+            return Codec(says)
+        found = union(says, members) if len(rest) > 1 else members[0]
+        return found if len(rest) == len(args) else optional(found)
+
+    def _literal(self, args: Sequence[Any], strict: bool) -> Codec:
+        inner, says = self.of(Union[tuple(map(type, args))], strict), f"Literal[{', '.join(map(repr, args))}]"  # noqa: UP007
+        if inner.plain:
+            return Codec(says)
+
+        def write(value: Any, path: str) -> Any:
+            if (type(value), value) not in [(type(arg), arg) for arg in args]:
+                raise unfit(path, value, says)
+            return inner.write(value, path)
+
+        def read(value: Any, path: str) -> Any:
+            if (found := inner.read(value, path)) not in args:
+                raise unreadable(path, value, says)
+            return found
+
+        return Codec(says, write, read)
+
+    def _container(self, hint: Any, args: Sequence[Any], strict: bool) -> Codec:
+        kind = CONTAINERS[get_origin(hint) or hint]
+        if kind is dict:
+            key, item = args or (Any, Any)
+            plain = key in (str, Any) and self.of(item).plain
+            return Codec("dict") if plain and not strict else mapping(self.of(key, True), self.of(item, strict))
+        fixed = kind is tuple and hint is not tuple and args[1:] != (...,)
+        items = [self.of(arg, strict) for arg in args if arg is not ...] if args or fixed else [ANYTHING]
+        return Codec("list") if kind is list and items[0].plain and not strict else collection(kind, items, fixed)
+
+    def _class(self, hint: Any, kind: Any, strict: bool) -> Codec:
+        import enum
+
+        if kind in scalars() and (strict or kind not in PLAIN):
+            return scalars()[kind]
+        own = vars(kind)
+        if "pydantic" in sys.modules and (hasattr(kind, "__get_pydantic_core_schema__") or "__pydantic_validator__" in own):
+            return pydantic_codec(hint, kind)
+        if issubclass(kind, enum.Enum):
+            return enumeration(kind)
+        if "__dataclass_fields__" in own or hasattr(kind, "_fields" if issubclass(kind, tuple) else "__required_keys__"):
+            return self._record(hint, kind, strict)
+        return scalar([kind], []) if strict else Codec(kind.__name__)  # which takes nothing but plain JSON
+
+    def _record(self, hint: Any, kind: Any, strict: bool) -> Codec:
+        import dataclasses
+
+        hints = class_hints(kind)
+        if issubclass(kind, dict):
+            words = {name: origin_name(each) for name, each in hints.items()}  # known better where annotations are postponed
+            needed = {name for name, word in words.items() if word == "Required" or name in kind.__required_keys__}
+            names, late, nones = list(hints), [], []
+            required = [name for name in names if name in needed and words[name] != "NotRequired"]
+        else:
+            takes = inspect.signature(kind).parameters
+            names = kind._fields if issubclass(kind, tuple) else [field.name for field in dataclasses.fields(kind)]
+            late, nones = (
+                [name for name in names if name not in takes],
+                [name for name in names if name in takes and takes[name].default is None],
+            )
+            required = [name for name, parameter in takes.items() if parameter.default is parameter.empty]
+        variables = dict(zip(getattr(kind, "__parameters__", ()), get_args(hint), strict=False))
+        fields = {name: self.of(filled(hints.get(name, Any), variables), strict) for name in names}
+        return record(kind, fields | {name: optional(fields[name]) for name in nones}, required, late)
+
+
+class Codecs(Record):
+    """What the annotations of a handler's parameters say."""
+
+    names: Mapping[str, Codec]
+    more: Codec  # of **kwargs
+
+    def of(self, path: str) -> Codec:
+        """`path`: the name of a keyword, or what `argument_name` says."""
+        return self.names.get(path.partition("[")[0], self.more)
+
+    def write(self, value: Any, path: str) -> Any:
+        return write(self.of(path), value, path)
 
 
 def codecs_of(handler: Handler) -> Codecs | None:
     """None: all that the handler takes is JSON as it is."""
-    make, hints = Annotations(), handler_hints(handler)
-    found = Codecs(positions=[], rest=ANYTHING, names={}, more=ANYTHING)
-    positions: list[Codec] = []
+    make, hints, more = Annotations(), handler_hints(handler), ANYTHING
     names: dict[str, Codec] = {}
     for name, parameter in handler.signature.parameters.items() if handler.signature else ():
-        if parameter.kind is parameter.VAR_KEYWORD and origin_name(hints[name]) == "Unpack":
-            names |= {key: make.of(hint) or ANYTHING for key, hint in class_hints(typing_args(hints[name])[0]).items()}
-            continue
-        codec = make.of(hints[name]) or ANYTHING
-        if parameter.default is None and codec is not ANYTHING:
-            codec = optional(codec)
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            found.rest = codec
-        elif parameter.kind is parameter.VAR_KEYWORD:
-            found.more = codec
-        else:
-            names[name] = codec
-            if parameter.kind is not parameter.KEYWORD_ONLY:
-                positions.append(codec)
-    found.positions, found.names = positions, names
-    used = {found.rest, found.more, *names.values()}
-    return None if used == {ANYTHING} else found
+        codec = make.of(hints[name])
+        names[name] = optional(codec) if parameter.default is None else codec
+        if parameter.kind is parameter.VAR_KEYWORD:
+            more = names[name]
+    return None if all(codec.plain for codec in names.values()) else Codecs(names=names, more=more)
 
 
 def result_codec(handler: Handler) -> Codec:
-    hint = handler_hints(handler).get("return", Any)
-    if origin_name(hint) in ("Awaitable", "Coroutine"):
-        hint = typing_args(hint)[-1]
-    codec = Annotations().of(hint)
-    return ANYTHING if codec is None else optional(codec)
+    return optional(Annotations().of(handler_hints(handler).get("return", Any)))
 
 
 def read_call(handler: Handler | None, call: Arguments) -> Arguments:
@@ -2462,11 +2300,9 @@ def read_call(handler: Handler | None, call: Arguments) -> Arguments:
     codecs = handler.codecs if handler is not None else None
     if codecs is None:
         return call
-    args, kwargs = call
-    return (
-        [read_back(codecs.pick(i), value, argument_name(handler, i), []) for i, value in enumerate(args)],
-        {name: read_back(codecs.pick(name), value, name, []) for name, value in kwargs.items()},
-    )
+    named = [(argument_name(handler, i), value) for i, value in enumerate(call[0])]
+    args = [read_back(codecs.of(path), value, path) for path, value in named]
+    return args, {name: read_back(codecs.of(name), value, name) for name, value in call[1].items()}
 
 
 def round_trip(handler: Handler | None, name: str, call: Arguments, limit: int) -> Arguments:
@@ -9183,7 +9019,7 @@ class Job(Generic[R_co]):
             raise NoResult(f"job {self.id} is done and its result was not kept: {why}")
         handler = row.handler or self._engine.handlers.get(row.task)
         try:
-            return cast(R_co, read_back(handler.result_codec if handler else ANYTHING, decode_json(row.result), "the result", []))
+            return cast(R_co, read_back(handler.result_codec if handler else ANYTHING, decode_json(row.result), "the result"))
         except Misfit as error:
             raise NoResult(f"job {self.id} is done, and its result cannot be read here: {error}") from None
 

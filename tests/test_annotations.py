@@ -355,7 +355,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (datetime, date(2026, 1, 6), "order is of type datetime.date, and the annotation says datetime"),
     (date, NOON, "order is of type datetime.datetime, and the annotation says date"),
     (Decimal, 1, "order is of type int, and the annotation says Decimal"),
-    (Decimal, Decimal("NaN"), "order cannot be written: NaN is not a number"),
+    (Decimal, Decimal("NaN"), "order is nan, which is not JSON"),
     (Level, 3, "order is of type int, and the annotation says Level"),
     (Word, "hello", "order is of type str, and the annotation says Word"),
     (str, Word.HELLO, "order is of type test_annotations.Word"),
@@ -370,7 +370,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (Order, Order(SEVEN, [Line(Decimal(1)), Line(1.5)]), "order.lines[1].price is of type float"),  # type: ignore[arg-type]
     (Order, Line(Decimal(1)), "order is of type test_annotations.Line, and the annotation says Order"),
     (Line, Line(Decimal(1), ("a",)), "order.note is of type tuple"),  # type: ignore[arg-type]
-    (Doubled, Doubled(2), "order would arrive as another value"),
+    (Doubled, Doubled(2), "order.n does not come back from JSON as it was"),
     (OwnConstructor, OwnConstructor(1), "order is of type test_annotations.OwnConstructor"),
     (Event, {"at": NOON}, "order has no 'id', which Event needs"),
     (Event, {"id": SEVEN, "at": str(NOON)}, "order['at'] is of type str, and the annotation says datetime"),
