@@ -1793,30 +1793,30 @@ def any_bound(args: Iterable[Any]) -> list[Any]:
     return [] if UNBOUND.issuperset(map(type, args)) else [value for value in args if bound_to_request(type(value))]
 
 
-class Codec:
+class Codec(NamedTuple):
     """What is done with the values of one annotation: two functions of (value, path), which raise Misfit. They get values of
     these exact types only: `kinds` to write, `stored` to read; None: of any."""
 
-    def __init__(
-        self,
-        says: str = "anything",
-        write: Callable[[Any, str], Any] = plainly,
-        read: Callable[[Any, str], Any] = lambda value, path: value,
-        kinds: Sequence[type] | None = None,
-        stored: Sequence[type] | None = None,
-    ) -> None:
-        self.says, self._write, self._read, self._kinds, self._stored = says, write, read, kinds, stored
-        self.plain = write is plainly  # JSON already, or refused
+    says: str = "anything"
+    to_json: Callable[[Any, str], Any] = plainly
+    of_json: Callable[[Any, str], Any] = lambda value, path: value
+    kinds: Iterable[type] | None = None
+    stored: Iterable[type] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """What it lets through is JSON already."""
+        return self.to_json is plainly and self.kinds is None
 
     def write(self, value: Any, path: str) -> Any:
-        if self._kinds is not None and type(value) not in self._kinds:
+        if self.kinds is not None and type(value) not in self.kinds:
             raise unfit(path, value, self.says)
-        return self._write(value, path)
+        return self.to_json(value, path)
 
     def read(self, value: Any, path: str) -> Any:
-        if self._stored is not None and type(value) not in self._stored:
+        if self.stored is not None and type(value) not in self.stored:
             raise unreadable(path, value, self.says)
-        return self._read(value, path)
+        return self.of_json(value, path)
 
 
 ANYTHING: Final = Codec()
@@ -1861,23 +1861,20 @@ def refuse_change(value: Any, back: Any, path: str) -> None:
             f"{path} is ambiguous: of type {type_name(type(value))}, it would arrive as {type_name(type(back))}",
             "annotate it with one type, or with types that JSON can tell apart",
         )
+    model = hasattr(type(value), "__pydantic_validator__")  # which converts what it is given, but not its defaults
+    if model and back == value:
+        return
     inside, again = parts(value, path), parts(back, path)
     for (_, where, part), (_, _, other) in zip(inside, again, strict=False):
         refuse_change(part, other, where)
-    whole = not inside or hasattr(type(value), "model_fields")  # a model may have more than its fields
-    if len(inside) != len(again) or (whole and back != value):
+    if model or len(inside) != len(again) or (not inside and back != value):
         raise Misfit(
             f"{path} does not come back from JSON as it was",
             "pass plain values, or annotate it with a type that JSON can hold (secrets and private attributes are not written)",
         )
 
 
-def scalar(
-    kinds: Sequence[type],
-    stored: Sequence[type],
-    to_json: Callable[[Any], Any] = lambda value: value,
-    of_json: Callable[[Any], Any] = lambda value: value,
-) -> Codec:
+def scalar(kinds: Sequence[type], stored: Iterable[type], to_json: Callable[[Any], Any], of_json: Callable[[Any], Any]) -> Codec:
     """What is one text or number in JSON."""
     says = kinds[0].__qualname__
 
@@ -1921,7 +1918,7 @@ def scalars() -> Mapping[type, Codec]:
 
     text = [str]
     return {
-        **{kind: scalar(kinds, kinds) for kind, kinds in PLAIN.items()},
+        **{kind: Codec(kind.__name__, kinds=kinds, stored=kinds) for kind, kinds in PLAIN.items()},
         dt.datetime: scalar([dt.datetime], text, write_moment, dt.datetime.fromisoformat),
         dt.date: scalar([dt.date], text, dt.date.isoformat, dt.date.fromisoformat),
         dt.time: scalar([dt.time], text, write_moment, dt.time.fromisoformat),
@@ -1936,85 +1933,8 @@ def scalars() -> Mapping[type, Codec]:
 def enumeration(kind: Any) -> Codec:
     """By value; by name if JSON would change one of the values."""
     if all(type(member.value) in PLAIN for member in kind):
-        return scalar([kind], list(PLAIN), lambda member: member.value, kind)
+        return scalar([kind], {type(member.value) for member in kind}, lambda member: member.value, kind)
     return scalar([kind], [str], lambda member: member.name, kind.__getitem__)
-
-
-def collection(kind: Any, items: Sequence[Codec], fixed: bool) -> Codec:
-    """list, set, frozenset or tuple of one type; a fixed tuple has one for each place."""
-    says = f"{kind.__name__}[{', '.join(item.says for item in items)}]"
-
-    def inside(value: Any, path: str, refusal: Callable[[str, object, str], Misfit]) -> Iterable[tuple[Codec, Any, str]]:
-        if fixed and len(value) != len(items):
-            raise refusal(path, value, says)
-        for i, (_, where, part) in enumerate(parts(value, path)):
-            yield items[i if fixed else 0], part, where
-
-    def write(value: Any, path: str) -> Any:
-        written = [item.write(part, where) for item, part, where in inside(value, path, unfit)]
-        return written if kind in (list, tuple) else sorted(written, key=encode_json)  # the same set, the same payload
-
-    def read(value: Any, path: str) -> Any:
-        return kind([item.read(part, where) for item, part, where in inside(value, path, unreadable)])
-
-    return Codec(says, write, read, [kind], [list])
-
-
-def mapping(key: Codec, item: Codec) -> Codec:
-    """A dict. Keys that are not text are written as their text, and must come back from it."""
-
-    def write_key(value: Any, path: str) -> str:
-        plain = key.write(value, f"a key of {path}")
-        text = str(plain) if type(plain) is int else plain
-        if type(text) is not str or type(back := read_key(text, path)) is not type(value) or back != value:
-            raise Misfit(f"{path} has the key {value!r} of type {type(value).__qualname__}; as text it would be another key")
-        return text
-
-    def read_key(text: str, path: str) -> Any:
-        try:
-            return key.read(text, f"a key of {path}")
-        except Misfit:
-            if not text.removeprefix("-").isdecimal():
-                raise
-            return key.read(int(text), f"a key of {path}")
-
-    def write(value: Any, path: str) -> Any:
-        return {write_key(name, path): item.write(part, where) for name, where, part in parts(value, path)}
-
-    def read(value: Any, path: str) -> Any:
-        return {read_key(text, path): item.read(part, where) for text, where, part in parts(value, path)}
-
-    return Codec(f"dict[{key.says}, {item.says}]", write, read, [dict], [dict])
-
-
-def record(kind: Any, fields: Mapping[str, Codec], required: Iterable[str], late: Iterable[str]) -> Codec:
-    """A dataclass, a NamedTuple, or a TypedDict, which may hold more than its annotations name. `late`: the fields that the
-    constructor does not take."""
-    says, typed_dict = kind.__qualname__, issubclass(kind, dict)
-
-    def write(value: Any, path: str) -> Any:
-        if typed_dict:
-            plainly(dict.fromkeys(value), path)  # its keys
-        held = [each for each in parts(value, path) if typed_dict or each[0] in fields]
-        return {name: fields.get(name, ANYTHING).write(part, where) for name, where, part in held}
-
-    def read(value: Any, path: str) -> Any:
-        if missing := [name for name in required if name not in value]:
-            raise Misfit(f"{path} has no {missing[0]!r}, which {says} needs", "give it")
-        if not typed_dict and (unknown := value.keys() - fields):
-            raise Misfit(f"{path} has {min(unknown)!r}, which {says} does not know")
-        where = "{}[{!r}]" if typed_dict else "{}.{}"
-        found = {name: fields.get(name, ANYTHING).read(part, where.format(path, name)) for name, part in value.items()}
-        after = [(name, found.pop(name)) for name in late if name in found]
-        try:
-            made = kind(**found)
-        except Exception as error:
-            raise Misfit(f"{path} is refused by {says}: {error_text(error)}") from None
-        for name, part in after:
-            object.__setattr__(made, name, part)
-        return made
-
-    return Codec(says, write, read, [dict if typed_dict else kind], [dict])
 
 
 def optional(inner: Codec) -> Codec:
@@ -2025,33 +1945,6 @@ def optional(inner: Codec) -> Codec:
         lambda value, path: None if value is None else inner.write(value, path),
         lambda value, path: None if value is None else inner.read(value, path),
     )
-
-
-def union(says: str, members: Sequence[Codec]) -> Codec:
-    """The first member that can write a value writes it. It is read by the first that would write the same again, else by the
-    first that can read it at all: text that only resembles a UUID stays text."""
-
-    def write(value: Any, path: str) -> Any:
-        inside: list[Misfit] = []
-        for member in members:
-            try:
-                return member.write(value, path)
-            except Misfit as error:
-                inside += [] if str(error).startswith(f"{path} is of type ") else [error]
-        raise inside[0] if inside else unfit(path, value, says)
-
-    def read(value: Any, path: str) -> Any:
-        found = []
-        for member in members:
-            with contextlib.suppress(Misfit):
-                found.append(member.read(value, path))
-                if encode_json(member.write(found[-1], path)) == encode_json(value):
-                    return found[-1]
-        if not found:
-            raise unreadable(path, value, says)
-        return found[0]
-
-    return Codec(says, write, read)
 
 
 def pydantic_codec(hint: Any, kind: Any) -> Codec:
@@ -2080,8 +1973,9 @@ def pydantic_codec(hint: Any, kind: Any) -> Codec:
     return Codec(says, write, read, [kind] if "__pydantic_validator__" in vars(kind) else None)
 
 
-def unresolved(annotation: object) -> Codec:
-    """An annotation that means nothing at run time: plain values only."""
+def evaluated(annotation: Any, names: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
+    """What an annotation stands for, names in quotes included. If that cannot be known: a Codec, for plain values only."""
+    import types
 
     def write(value: Any, path: str) -> Any:
         if found := foreign(value, path):
@@ -2089,18 +1983,11 @@ def unresolved(annotation: object) -> Codec:
             raise Misfit(f"{found}, and its annotation {annotation!r} cannot be resolved at run time", way_out)
         return value
 
-    return Codec(str(annotation), write)
-
-
-def evaluated(annotation: Any, names: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
-    """What an annotation stands for, names in quotes included; a Codec if that cannot be known."""
-    import types
-
     try:
         holder = types.SimpleNamespace(__annotations__={"it": annotation})
         return get_type_hints(holder, dict(names), dict(own), include_extras=True)["it"]
     except Exception:  # a name that only type checkers know, say
-        return unresolved(annotation)
+        return Codec(str(annotation), write)
 
 
 def class_hints(kind: Any) -> dict[str, Any]:
@@ -2140,6 +2027,23 @@ def filled(hint: Any, names: Mapping[Any, Any]) -> Any:
         return names.get(hint, hint)
     inside = getattr(hint, "__parameters__", ()) if names and get_origin(hint) else ()
     return hint[tuple(names.get(each, each) for each in inside)] if inside else hint
+
+
+REQUIRED: Final = inspect.Parameter.empty  # what stands for the default of a field that has none
+LATE: Final = object()  # of one that the constructor does not take
+
+
+def field_defaults(kind: Any, hints: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the fields of a dataclass, a NamedTuple or a TypedDict."""
+    import dataclasses
+
+    if issubclass(kind, dict):  # where annotations are postponed, __required_keys__ knows nothing of these words
+        words = {"Required": True, "NotRequired": False}
+        needed = {name: words.get(origin_name(hint), name in kind.__required_keys__) for name, hint in hints.items()}
+        return {name: REQUIRED if needed[name] else ... for name in hints}
+    takes = inspect.signature(kind).parameters
+    names = kind._fields if issubclass(kind, tuple) else [field.name for field in dataclasses.fields(kind)]
+    return {name: takes[name].default if name in takes else LATE for name in names}
 
 
 CONTAINERS: Final[Mapping[Any, type]] = {  # what arrives where any of several would do
@@ -2190,17 +2094,43 @@ class Annotations:
             return self._literal(args, strict)
         if kind in (Any, object) or not isinstance(kind, type):  # or Callable[...], or whatever else there is
             return ANYTHING
-        return self._container(hint, args, strict) if kind in CONTAINERS else self._class(hint, kind, strict)
+        container = CONTAINERS.get(kind)
+        if container is dict:
+            return self._dict(args or (Any, Any), strict)
+        return self._collection(container, hint, args, strict) if container else self._class(hint, kind, strict)
 
     def _union(self, args: Sequence[Any], strict: bool) -> Codec:
+        """The first member that can write a value writes it. It is read by the first that would write the same again, else by
+        the first that can read it at all: text that only resembles a UUID stays text."""
         rest = [arg for arg in args if arg not in (None, type(None))]
         rest.sort(key=lambda arg: self.of(arg).plain)  # text takes what others leave
         members = [self.of(arg, strict or len(rest) > 1) for arg in rest]
         says = " | ".join(member.says for member in members)
+
+        def write(value: Any, path: str) -> Any:
+            inside: list[Misfit] = []
+            for member in members:
+                try:
+                    return member.write(value, path)
+                except Misfit as error:
+                    inside += [] if str(error).startswith(f"{path} is of type ") else [error]
+            raise inside[0] if inside else unfit(path, value, says)
+
+        def read(value: Any, path: str) -> Any:
+            found = []
+            for member in members:
+                with contextlib.suppress(Misfit):
+                    found.append(member.read(value, path))
+                    if encode_json(member.write(found[-1], path)) == encode_json(value):
+                        return found[-1]
+            if not found:
+                raise unreadable(path, value, says)
+            return found[0]
+
         if not strict and self.of(rest[0]).plain:
             return Codec(says)
-        found = union(says, members) if len(rest) > 1 else members[0]
-        return found if len(rest) == len(args) else optional(found)
+        made = Codec(says, write, read) if len(rest) > 1 else members[0]
+        return made if len(rest) == len(args) else optional(made)
 
     def _literal(self, args: Sequence[Any], strict: bool) -> Codec:
         inner, says = self.of(Union[tuple(map(type, args))], strict), f"Literal[{', '.join(map(repr, args))}]"  # noqa: UP007
@@ -2217,17 +2147,55 @@ class Annotations:
                 raise unreadable(path, value, says)
             return found
 
-        return Codec(says, write, read)
+        return Codec(says, write, read, None, inner.stored)
 
-    def _container(self, hint: Any, args: Sequence[Any], strict: bool) -> Codec:
-        kind = CONTAINERS[get_origin(hint) or hint]
-        if kind is dict:
-            key, item = args or (Any, Any)
-            plain = key in (str, Any) and self.of(item).plain
-            return Codec("dict") if plain and not strict else mapping(self.of(key, True), self.of(item, strict))
+    def _dict(self, args: Sequence[Any], strict: bool) -> Codec:
+        """Keys that are not text are written as their text, and must come back from it."""
+        key, item = self.of(args[0], True), self.of(args[1], strict)
+        if args[0] in (str, Any) and item.plain and not strict:
+            return Codec("dict")
+        number = key.stored is not None and str not in key.stored
+
+        def write_key(value: Any, path: str) -> str:
+            plain = key.write(value, f"a key of {path}")
+            text = str(plain) if type(plain) is int else plain
+            if type(text) is not str or type(back := read_key(text, path)) is not type(value) or back != value:
+                raise Misfit(f"{path} has the key {value!r} of type {type(value).__qualname__}; as text it would be another key")
+            return text
+
+        def read_key(text: str, path: str) -> Any:
+            is_number = number and text.removeprefix("-").isdecimal()
+            return key.read(int(text) if is_number else text, f"a key of {path}")
+
+        def write(value: Any, path: str) -> Any:
+            return {write_key(name, path): item.write(part, where) for name, where, part in parts(value, path)}
+
+        def read(value: Any, path: str) -> Any:
+            return {read_key(text, path): item.read(part, where) for text, where, part in parts(value, path)}
+
+        return Codec(f"dict[{key.says}, {item.says}]", write, read, [dict], [dict])
+
+    def _collection(self, kind: type, hint: Any, args: Sequence[Any], strict: bool) -> Codec:
+        """list, set, frozenset or tuple of one type; a fixed tuple has one for each place."""
         fixed = kind is tuple and hint is not tuple and args[1:] != (...,)
         items = [self.of(arg, strict) for arg in args if arg is not ...] if args or fixed else [ANYTHING]
-        return Codec("list") if kind is list and items[0].plain and not strict else collection(kind, items, fixed)
+        if kind is list and items[0].plain and not strict:
+            return Codec("list")
+        says = f"{kind.__name__}[{', '.join(item.says for item in items)}]"
+
+        def inside(value: Any, path: str, refusal: Callable[[str, object, str], Misfit]) -> Iterable[tuple[Codec, Any, str]]:
+            if fixed and len(value) != len(items):
+                raise refusal(path, value, says)
+            return [(items[i if fixed else 0], part, where) for i, (_, where, part) in enumerate(parts(value, path))]
+
+        def write(value: Any, path: str) -> Any:
+            written = [item.write(part, where) for item, part, where in inside(value, path, unfit)]
+            return written if kind in (list, tuple) else sorted(written, key=encode_json)  # the same set, the same payload
+
+        def read(value: Any, path: str) -> Any:
+            return kind([item.read(part, where) for item, part, where in inside(value, path, unreadable)])
+
+        return Codec(says, write, read, [kind], [list])
 
     def _class(self, hint: Any, kind: Any, strict: bool) -> Codec:
         import enum
@@ -2241,28 +2209,42 @@ class Annotations:
             return enumeration(kind)
         if "__dataclass_fields__" in own or hasattr(kind, "_fields" if issubclass(kind, tuple) else "__required_keys__"):
             return self._record(hint, kind, strict)
-        return scalar([kind], []) if strict else Codec(kind.__name__)  # which takes nothing but plain JSON
+        return Codec(kind.__name__, kinds=[kind], stored=[]) if strict else Codec(kind.__name__)  # nothing but plain JSON
 
     def _record(self, hint: Any, kind: Any, strict: bool) -> Codec:
-        import dataclasses
-
-        hints = class_hints(kind)
-        if issubclass(kind, dict):
-            words = {name: origin_name(each) for name, each in hints.items()}  # known better where annotations are postponed
-            needed = {name for name, word in words.items() if word == "Required" or name in kind.__required_keys__}
-            names, late, nones = list(hints), [], []
-            required = [name for name in names if name in needed and words[name] != "NotRequired"]
-        else:
-            takes = inspect.signature(kind).parameters
-            names = kind._fields if issubclass(kind, tuple) else [field.name for field in dataclasses.fields(kind)]
-            late, nones = (
-                [name for name in names if name not in takes],
-                [name for name in names if name in takes and takes[name].default is None],
-            )
-            required = [name for name, parameter in takes.items() if parameter.default is parameter.empty]
+        """A dataclass, a NamedTuple or a TypedDict."""
+        hints, says, typed_dict = class_hints(kind), kind.__qualname__, issubclass(kind, dict)
+        defaults = field_defaults(kind, hints)
         variables = dict(zip(getattr(kind, "__parameters__", ()), get_args(hint), strict=False))
-        fields = {name: self.of(filled(hints.get(name, Any), variables), strict) for name in names}
-        return record(kind, fields | {name: optional(fields[name]) for name in nones}, required, late)
+        fields = {name: self.of(filled(hints.get(name, Any), variables), strict) for name in defaults}
+        fields |= {name: optional(fields[name]) for name, default in defaults.items() if default is None}
+
+        def inside(held: Mapping[str, Any], path: str) -> Iterable[tuple[str, Codec, Any, str]]:
+            if missing := [name for name in defaults if defaults[name] is REQUIRED and name not in held]:
+                raise Misfit(f"{path} has no {missing[0]!r}, which {says} needs", "give it")
+            if typed_dict:
+                plainly(dict.fromkeys(held), path)  # it may hold more than its annotations name, but no other keys than text
+            elif unknown := [name for name in held if name not in fields]:
+                raise Misfit(f"{path} has {unknown[0]!r}, which {says} does not know")
+            where = "{}[{!r}]" if typed_dict else "{}.{}"
+            return [(name, fields.get(name, ANYTHING), part, where.format(path, name)) for name, part in held.items()]
+
+        def write(value: Any, path: str) -> Any:
+            held = value if typed_dict else {name: getattr(value, name) for name in fields if hasattr(value, name)}
+            return {name: codec.write(part, where) for name, codec, part, where in inside(held, path)}
+
+        def read(value: Any, path: str) -> Any:
+            found = {name: codec.read(part, where) for name, codec, part, where in inside(value, path)}
+            after = [(name, found.pop(name)) for name in defaults if defaults[name] is LATE and name in found]
+            try:
+                made = kind(**found)
+                for name, part in after:
+                    object.__setattr__(made, name, part)
+            except Exception as error:
+                raise Misfit(f"{path} is refused by {says}: {error_text(error)}") from None
+            return made
+
+        return Codec(says, write, read, [dict if typed_dict else kind], [dict])
 
 
 class Codecs(Record):

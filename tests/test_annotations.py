@@ -169,6 +169,10 @@ class BigCart(Cart):
     extra: int = 1
 
 
+class Total(BaseModel):
+    amount: float = 0  # a default that pydantic does not convert
+
+
 class Login(BaseModel):
     password: SecretStr
 
@@ -275,6 +279,8 @@ CARRIED: list[tuple[Any, Any]] = [
     (Cart, Cart(ids=[SEVEN], items=[Item(id=SEVEN, color=Color.BLUE)], at=NOON, totalPrice=Decimal("1.5"))),
     (list[Cart] | None, [Cart(ids=[])]),
     (Cart | UUID, SEVEN),
+    (Total, Total()),
+    (Total | UUID, Total()),
     (dict[str, list[Item]], {"a": [Item(id=SEVEN)]}),
     (pydantic.AnyUrl, pydantic.AnyUrl("https://example.org/")),
     ("UUID", SEVEN),
