@@ -2037,12 +2037,12 @@ def field_defaults(kind: Any, hints: Mapping[str, Any]) -> dict[str, Any]:
     """Of the fields of a dataclass, a NamedTuple or a TypedDict."""
     import dataclasses
 
-    if issubclass(kind, dict):  # where annotations are postponed, __required_keys__ knows nothing of these words
+    if hasattr(kind, "__required_keys__"):  # where annotations are postponed, that set knows nothing of these words
         words = {"Required": True, "NotRequired": False}
         needed = {name: words.get(origin_name(hint), name in kind.__required_keys__) for name, hint in hints.items()}
         return {name: REQUIRED if needed[name] else ... for name in hints}
     takes = inspect.signature(kind).parameters
-    names = kind._fields if issubclass(kind, tuple) else [field.name for field in dataclasses.fields(kind)]
+    names = kind._fields if hasattr(kind, "_fields") else [field.name for field in dataclasses.fields(kind)]
     return {name: takes[name].default if name in takes else LATE for name in names}
 
 
