@@ -72,8 +72,65 @@ async def drive():
         await tinyq.drain()
         fired = {schedule.name: schedule.fired for schedule in (await tinyq.stats()).schedules}
         assert fired[digest.name] == 1, fired
-        assert len(fired) == 2
+        assert len(fired) == 4
 asyncio.run(drive())
+""",
+    "async def close_the_books": """
+from datetime import UTC, datetime
+from itertools import pairwise
+async def drive():
+    async with tinyq.lifespan():
+        nightly, orders = [schedule for schedule in await tinyq.schedules()]
+        return nightly.rule, orders.rule, nightly.next_fires(1)[0]
+nightly, orders, fire = asyncio.run(drive())
+assert nightly == tinyq.Cron("30 2 * * *", tz="Europe/Berlin") and fire > datetime.now(UTC)
+def after(rule, *when):
+    return rule.next(datetime(*when, tzinfo=UTC)).isoformat(" ")[:16]
+assert after(nightly, 2027, 3, 27, 12) == "2027-03-28 01:00"  # right after the gap, which begins at 2:00 in Berlin
+assert after(nightly, 2027, 10, 30, 12) == "2027-10-31 00:30"  # the first 2:30 of two
+assert after(nightly, 2027, 10, 31, 0, 30) == "2027-11-01 01:30"
+assert after(orders, 2027, 6, 4, 17, 45) == "2027-06-07 09:00"  # from Friday to Monday, in UTC
+hourly = tinyq.Cron("30 * * * *", tz="Europe/Berlin")
+assert [after(hourly, 2027, 3, 28, 0, 30), after(hourly, 2027, 10, 31, 0, 30)] == ["2027-03-28 01:30", "2027-10-31 01:30"]
+assert after(tinyq.Cron("*/7 * * * *"), 2027, 1, 1, 0, 56) == "2027-01-01 01:00"
+assert tinyq.Cron("@daily")
+try:
+    tinyq.cron("30 25 * * *")
+except ValueError as error:
+    assert "hour" in str(error), error
+else:
+    raise AssertionError("there is no such hour")
+""",
+    "async def maintain() -> None:\n    [schedule]": """
+import contextlib, io
+async def drive():
+    async with q:
+        [line] = await look()
+        assert line.startswith(report.name + ": 0 failed, next ["), line
+        await maintain()
+        await q.drain()
+        assert not (await q.stats()).schedules[0].paused
+with contextlib.redirect_stdout(io.StringIO()) as output:
+    asyncio.run(drive())
+assert output.getvalue() == "reported\\n", output.getvalue()
+""",
+    "async def poll": """
+import contextlib, io
+async def drive():
+    async with q:
+        assert await subscribe(7, 3600.0) is True
+        assert await subscribe(7, 1800.0) is False
+        [recurring] = await q.schedules(poll)
+        assert (recurring.rule, recurring.key) == (tinyq.Every(1800.0), "sub-7")
+        await (await recurring.run_now()).result()
+    async with q:  # it is there after a restart
+        assert [one.key for one in await q.schedules(poll)] == ["sub-7"]
+        assert await unsubscribe(7) is True
+        assert await unsubscribe(7) is False
+        assert await q.schedules(poll) == []
+with contextlib.redirect_stdout(io.StringIO()) as output:
+    asyncio.run(drive())
+assert output.getvalue() == "polled 7\\n", output.getvalue()
 """,
     "async def convert": """
 import time
@@ -110,11 +167,6 @@ async def drive():
         assert (await q.stats()).counts == ()
 asyncio.run(drive())
 """,
-    "async def audit": """
-from fastapi.testclient import TestClient
-with TestClient(app) as client:
-    assert len(client.post("/login/ann").json()["job"]) == 36
-""",
     "def remind": """
 import sqlite3
 assert sqlite3.connect("jobs.db").execute("SELECT task, payload FROM tinyq_jobs ORDER BY seq").fetchall() == [
@@ -131,12 +183,8 @@ async def drive():
         await place_order(9)
         await tinyq.drain()
 asyncio.run(drive())
-assert sqlite3.connect("shop.db").execute("SELECT id FROM orders").fetchall() == [(7,), (9,)]
-assert sqlite3.connect("shop.db").execute("SELECT count(*) FROM tinyq_jobs").fetchone() == (0,)
-""",
-    "os.fork()": """
-import sqlite3
-assert sqlite3.connect("jobs.db").execute("SELECT count(*) FROM tinyq_jobs").fetchone() == (0,)
+assert sqlite3.connect("orders.db").execute("SELECT id FROM orders").fetchall() == [(7,), (9,)]
+assert sqlite3.connect("orders.db").execute("SELECT count(*) FROM tinyq_jobs").fetchone() == (0,)
 """,
     "async def alive": """
 from fastapi.testclient import TestClient
@@ -196,11 +244,6 @@ async def drive():
 with contextlib.redirect_stdout(io.StringIO()) as output:
     asyncio.run(drive())
 assert re.fullmatch("block.count took 0[.][0-9]+ s, for request r-1", output.getvalue().strip()), output.getvalue()
-""",
-    "shop.tasks.send_receipt": """
-import sqlite3
-assert sqlite3.connect("jobs.db").execute("SELECT task, state, payload FROM tinyq_jobs").fetchall() == [
-    ("shop.tasks.send_receipt", "pending", "[[7],{}]")]
 """,
     "async def resize": """
 from fastapi.testclient import TestClient
