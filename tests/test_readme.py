@@ -683,7 +683,8 @@ def test_the_tests_of_the_readme_pass(tmp_path: Path) -> None:
     (tmp_path / "test_shop.py").write_text(block("test_an_order_gets"))
     (tmp_path / "test_fetch.py").write_text(block("test_the_tidying_comes"))
     _, command = lines("-m pytest test_shop.py")
-    options = ["test_fetch.py", "-o", "asyncio_mode=auto", "-p", "no:cacheprovider"]
+    _, asynchronous = lines("asyncio_mode=auto")
+    options = ["test_fetch.py", *asynchronous[3:], "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, *options], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
