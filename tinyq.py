@@ -7338,7 +7338,7 @@ class Scheduler:
                 periodic.ended = True
                 log.error("schedule %s is stopped, its rule fails: %s", periodic.name, error_text(error), exc_info=error)
                 continue
-            due.append((periodic, latest, chosen, missed))
+            due.append((periodic, latest, chosen, 0 if periodic.paused else missed))
             rows += made
         try:
             answers = iter(await self._insert(rows, now) if rows else ())
