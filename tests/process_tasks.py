@@ -73,6 +73,12 @@ def crash() -> None:
     ctypes.string_at(0)
 
 
+def crash_unless(go_on: str) -> str:
+    if not Path(go_on).exists():
+        crash()
+    return "went on"
+
+
 def end(code: int) -> None:
     os._exit(code)
 

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -14,6 +14,8 @@ from uuid import uuid4
 import httpx
 import pytest
 from servers import wait_until
+
+from tinyq import TinyQ
 
 TESTS = Path(__file__).parent
 APP = "blackbox_app:app"
@@ -34,6 +36,7 @@ class Deployment:
         self._web_command = ["-m", *SERVERS[server], f"127.0.0.1:{port}" if "gunicorn" in server else str(port), APP]
         self._worker_command = ["-m", "tinyq", "worker", APP, "--grace", "0.2"]
         self._folder = folder
+        self.db = folder / "jobs.db"
         self.separate = separate
         # No connection is kept, so that the requests go to both processes.
         limits = httpx.Limits(max_keepalive_connections=0)
@@ -97,8 +100,32 @@ class Deployment:
     def get(self, path: str) -> Any:
         return self._client.get(path).raise_for_status().json()
 
-    def post(self, path: str, **query: Any) -> Any:
-        return self._client.post(path, params=query).raise_for_status().json()
+    def get_from_all(self, path: str) -> list[Any]:
+        """What each of the two web processes answers."""
+        answers = {}
+
+        def ask() -> bool:
+            answer = self._client.get(path).raise_for_status()
+            answers[answer.headers["X-Process"]] = answer.json()
+            return len(answers) == 2
+
+        wait_until("both processes have answered", ask)
+        return list(answers.values())
+
+    def post(self, path: str, json: Any = None, request: str = "none", **query: Any) -> Any:
+        answer = self._client.post(path, params=query, json=json, headers={"X-Request-ID": request})
+        return answer.raise_for_status().json()
+
+    def refusal(self, path: str, **query: Any) -> tuple[int, Any]:
+        """Of a POST."""
+        answer = self._client.post(path, params=query)
+        return answer.status_code, answer.json()["detail"]
+
+    def finds(self, path: str) -> bool:
+        return self._client.get(path).status_code != 404
+
+    def result(self, job: Mapping[str, Any]) -> Any:
+        return self.get(f"/jobs/{job['id']}/result")
 
     def delete(self, path: str) -> Any:
         return self._client.delete(path).raise_for_status().json()
@@ -166,7 +193,7 @@ def test_best_effort_jobs_run_in_the_web_processes(deployment: Deployment, name:
 def test_a_job_that_fails_is_tried_again(deployment: Deployment, name: str) -> None:
     job = deployment.post(f"/charges/{name}")
     assert deployment.get(f"/jobs/{job['id']}/result") == 3
-    assert [attempt for _, attempt in deployment.notes(f"charge-{name}")] == ["1", "2", "3"]
+    assert [attempt for _, attempt, _ in deployment.notes(f"charge-{name}")] == ["1", "2", "3"]
 
 
 def test_a_delayed_job_does_not_run_before_its_time(deployment: Deployment, name: str) -> None:
@@ -194,6 +221,97 @@ def test_a_running_job_is_cancelled_from_any_process(deployment: Deployment, nam
     assert deployment.delete(f"/jobs/{job['id']}") is True
     deployment.wait_for_status(job["id"], "cancelled")
     assert [what for _, what in deployment.notes(f"produce-{name}")] == ["began"]
+
+
+@pytest.mark.parametrize("kind", ["purchases", "gifts"])
+def test_an_order_and_its_job_commit_together(deployment: Deployment, name: str, kind: str) -> None:
+    job = deployment.post(f"/{kind}/{name}")
+    assert deployment.result(job) is None
+    assert deployment.get(f"/purchases/{name}") == job["id"]
+
+
+@pytest.mark.parametrize("kind", ["purchases", "gifts"])
+def test_an_order_and_its_job_roll_back_together(deployment: Deployment, name: str, kind: str) -> None:
+    status, job = deployment.refusal(f"/{kind}/{name}", fails=True)
+    assert status == 402
+    assert not deployment.finds(f"/purchases/{name}")
+    assert not deployment.finds(f"/jobs/{job}")
+
+
+def test_a_handler_s_session_is_a_dependency_that_is_closed_after_the_job(deployment: Deployment, name: str) -> None:
+    deployment.post(f"/purchases/{name}")
+    [mailed, closed] = deployment.wait_for_notes(2, f"mail-{name}")
+    assert (mailed[1], closed[1]) == ("mailed", "closed")
+    assert mailed[0] in deployment.pids(worker=deployment.separate)
+
+
+def test_a_model_arrives_as_the_model_and_comes_back_as_the_result_s(deployment: Deployment) -> None:
+    invoice = str(uuid4())
+    lines = [{"item": "teapot", "price": "19.90"}, {"item": "cup", "price": "0.10"}]
+    job = deployment.post("/invoices", {"id": invoice, "due": "2026-03-01T12:00:00+01:00", "lines": lines})
+    bill = {"invoice": invoice, "amount": "20.00", "due": "2026-03-15T12:00:00+01:00"}
+    assert deployment.get(f"/bills/{job['id']}") == {"type": "Bill", "amount": "Decimal", "bill": bill}
+
+
+def test_a_route_in_a_thread_enqueues_both_kinds_of_job(deployment: Deployment, name: str) -> None:
+    job = deployment.post(f"/receipts/{name}")
+    assert job["created"] and deployment.result(job) > 0
+    [[web]] = deployment.wait_for_notes(1, f"thank-{name}")
+    [[runner]] = deployment.notes(f"remind-{name}")
+    assert web in deployment.pids(worker=False)
+    assert runner in deployment.pids(worker=deployment.separate)
+
+
+def test_a_job_knows_the_request_that_it_comes_from_and_so_does_the_middleware(deployment: Deployment, name: str) -> None:
+    job = deployment.post("/orders", item="teapot", request=name)
+    result = deployment.result(job)
+    assert (result["job"], result["request"]) == (job["id"], name)
+    assert deployment.notes(f"traced-{job['id']}") == [[str(result["pid"]), "1", name]]
+
+
+def test_a_job_s_id_is_the_same_at_each_attempt(deployment: Deployment, name: str) -> None:
+    job = deployment.post(f"/charges/{name}")
+    deployment.result(job)
+    assert [id for _, _, id in deployment.notes(f"charge-{name}")] == [job["id"]] * 3
+
+
+def test_progress_is_seen_in_every_process_while_the_job_runs(deployment: Deployment, name: str) -> None:
+    id = deployment.post(f"/products/{name}")["id"]
+    wait_until("progress is seen", lambda: deployment.get(f"/jobs/{id}")["progress"] is not None)
+    seen = deployment.get_from_all(f"/jobs/{id}")
+    assert [(job["status"], job["progress"]) for job in seen] == [("running", [0.4, "halfway"])] * 2
+    deployment.post(f"/products/{name}/release")
+    assert deployment.get(f"/jobs/{id}/result") == name
+
+
+def test_a_handler_that_crashes_its_process_is_dead_and_can_be_requeued(deployment: Deployment, name: str) -> None:
+    processes = deployment.notes("up")
+    job = deployment.post(f"/crashes/{name}")
+    deployment.wait_for_status(job["id"], "dead")
+    assert all("SIGSEGV" in dead[job["id"]] for dead in deployment.get_from_all("/dead"))
+    deployment.post(f"/products/{name}/release")
+    assert deployment.post(f"/dead/{job['id']}/requeue") == 1
+    assert deployment.result(job) == "went on"
+    assert not any(job["id"] in dead for dead in deployment.get_from_all("/dead"))
+    assert deployment.notes("up") == processes  # none of them was started again
+
+
+def test_a_recurring_job_is_registered_and_removed_by_any_process(deployment: Deployment, name: str) -> None:
+    created = [deployment.post(f"/polls/{name}") for _ in range(3)]
+    assert created == [True, False, False]
+    assert deployment.get_from_all(f"/polls/{name}") == [["Every(seconds=0.1, offset=0.0)"]] * 2
+    deployment.wait_for_notes(3, f"poll-{name}")
+    assert [deployment.delete(f"/polls/{name}") for _ in range(2)] == [True, False]
+    assert deployment.get_from_all(f"/polls/{name}") == [[], []]
+    polls = deployment.notes(f"poll-{name}")
+    assert len({fire_time for _, fire_time in polls}) == len(polls)
+    assert {pid for pid, _ in polls} <= deployment.pids(worker=deployment.separate)
+
+
+def test_a_job_that_is_enqueued_under_an_old_name_is_the_renamed_task_s(deployment: Deployment) -> None:
+    earlier = TinyQ(deployment.db, result_ttl=3600)  # a script that has not been changed yet
+    job = earlier.enqueue_sync("shop.dispatch", "teapot", 2, durable=True)
+    assert deployment.get(f"/jobs/{job.id}/result")["price"] == 40
 
 
 def test_an_unknown_job_is_not_found(deployment: Deployment) -> None:
