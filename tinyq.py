@@ -9642,6 +9642,7 @@ class TinyQ:
             task = self._scheduled_task(where, function, checked, own)
             if not self._schedules and self._engine is None:
                 atexit.register(warn_if_never_started, weakref.ref(self))
+                leave_warnings_to_children()
             period = rule.period if isinstance(rule, Every) else 0
             prompt = min(period, ON_TIME * 1e6, *(() if grace is None else (how["grace"] * 1e6,)))
             schedule = Periodic(
@@ -10366,6 +10367,13 @@ _started: Final[weakref.WeakSet[TinyQ]] = weakref.WeakSet()
 def watch_for_forks() -> None:
     if hasattr(os, "register_at_fork"):  # Windows has no fork
         os.register_at_fork(after_in_child=disown_all)
+
+
+@functools.cache
+def leave_warnings_to_children() -> None:
+    """A process that has forked is the parent of a server's workers, as with `gunicorn --preload`: only these start anything."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_parent=functools.partial(atexit.unregister, warn_if_never_started))
 
 
 def disown_all() -> None:

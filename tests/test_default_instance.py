@@ -495,11 +495,19 @@ def test_schedules_that_were_never_started_are_warned_about_at_exit(q: str, setu
     [
         pytest.param("import asyncio\nasync def main():\n    async with q.lifespan(): pass\nasyncio.run(main())", id="started"),
         pytest.param("import asyncio\nasyncio.run(q.start())", id="started and not stopped"),
+        pytest.param(
+            "import asyncio, os\nif os.fork():\n    os.wait()\nelse:\n    asyncio.run(q.start())", id="started in a child"
+        ),
     ],
 )
 @pytest.mark.parametrize("q", ["tinyq", "tinyq.TinyQ()"], ids=["default", "own"])
 def test_schedules_that_were_started_are_not_warned_about(q: str, rest: str) -> None:
     assert "never started" not in end_of(NEVER.format(q=q, setup="", rest=rest))
+
+
+def test_of_a_parent_and_its_child_that_never_start_their_schedules_the_child_warns() -> None:
+    text = end_of(NEVER.format(q="tinyq", setup="", rest="import os\nif os.fork():\n    os.wait()\nelse:\n    print('child')"))
+    assert text.count("never started") == 1
 
 
 def test_without_schedules_there_is_no_warning_at_exit() -> None:
