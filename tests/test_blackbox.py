@@ -19,10 +19,11 @@ from tinyq import TinyQ
 
 TESTS = Path(__file__).parent
 APP = "blackbox_app:app"
+GUNICORN = ("gunicorn", "-k", "uvicorn_worker.UvicornWorker", "--workers", "2", "--no-control-socket")
 SERVERS = {
     "uvicorn": ("uvicorn", "--workers", "2", "--port"),
-    "gunicorn": ("gunicorn", "-k", "uvicorn_worker.UvicornWorker", "--workers", "2", "--bind"),
-    "gunicorn --preload": ("gunicorn", "-k", "uvicorn_worker.UvicornWorker", "--workers", "2", "--preload", "--bind"),
+    "gunicorn": (*GUNICORN, "--bind"),
+    "gunicorn --preload": (*GUNICORN, "--preload", "--bind"),
 }
 
 
