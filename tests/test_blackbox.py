@@ -2,11 +2,13 @@
 their own, and whichever server it runs under."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -59,7 +61,8 @@ class Deployment:
     def _run(self, command: Sequence[str], **env: str) -> subprocess.Popen[bytes]:
         env = os.environ | {"FOLDER": str(self._folder), "PYTHONPATH": str(TESTS)} | env
         with (self._folder / "log").open("ab") as log:
-            return subprocess.Popen([sys.executable, *command], cwd=TESTS, env=env, stdout=log, stderr=log)
+            command = [sys.executable, *command]
+            return subprocess.Popen(command, cwd=TESTS, env=env, stdout=log, stderr=log, start_new_session=True)
 
     def _answers(self) -> bool:
         assert self._web.poll() is None, "the server ended while starting"
@@ -91,7 +94,8 @@ class Deployment:
 
     def close(self) -> None:
         for process in filter(None, (self._web, self._worker)):
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
             process.wait()
         self._client.close()
         print((self._folder / "log").read_text())  # pytest shows it when a test fails
