@@ -748,6 +748,7 @@ class JobRow:
     why: Why | None = None  # why it was told to stop
     note: str | None = None  # for the stored row, with the next renewal
     reporter: Reporter | None = None  # if it is durable and has told of its progress
+    to_parent: Callable[[float, str | None], None] | None = None  # in a process of its own: hands on what it tells of that
 
     def __init__(self, id: bytes, task: str, queue: str, priority: int, run_at: int, created: int, **others: Any) -> None:
         self.task, self.queue, self.priority, self.run_at, self.created = task, queue, priority, run_at, created
@@ -5586,10 +5587,12 @@ def report_progress(job: Running, fraction: float, message: str | None = None) -
         raise ValueError(f"progress is {fraction!r}: give a number from 0 to 1")
     if message is not None and not isinstance(message, str):
         raise TypeError(f"the message of a progress is {message!r}: give a str")
-    runner = job.runner
+    message, runner = message and message[:PROGRESS_MESSAGE], job.runner
+    if job.to_parent is not None:
+        job.to_parent(float(fraction), message)
     if runner is None:  # it has ended: this is something that it has left behind
         return Written()
-    job.progress = encode_json([float(fraction), message and message[:PROGRESS_MESSAGE]])
+    job.progress = encode_json([float(fraction), message])
     if not job.tier.durable:
         return Written()
     loop = runner.get_loop()
@@ -5648,7 +5651,7 @@ class CurrentJob:
 
     @property
     def app(self) -> Any:
-        """The application that was given to `lifespan`; None if there was none."""
+        """The application that was given to `lifespan`; None if there was none, and in a process of its own (`run_in`)."""
         return self._job.tier.app
 
     @property
@@ -5663,7 +5666,8 @@ class CurrentJob:
         It counts at once for handles in this process. For those in others it is written with a durable job: the first at once,
         then the latest one about every 0.25 s, and 1 always; awaited, this returns when it has been written, or at once if it is
         going to be within that time. It need not be awaited, so plain functions may call it from their threads. Each attempt
-        starts with none. A store that fails is one WARNING. Raises TypeError, or ValueError if it is not between 0 and 1.
+        starts with none. From a process of its own (`run_in`) it is handed on at once, without waiting for anything. A store that
+        fails is one WARNING. Raises TypeError, or ValueError if it is not between 0 and 1.
         """
         return report_progress(self._job, fraction, message)
 
@@ -5882,12 +5886,10 @@ class Provider:
 # pickle, which is never stored. One of tinyq's threads starts the child and waits for its end; a job is stopped by a kill.
 
 LINGER: Final = 5.0  # seconds that a child has for its threads and exit functions after it has sent the outcome
-FOR_CHILD: Final = ("id", "task", "queue", "priority", "run_at", "created", "attempts", "fire_time", "headers")  # of its row
+FOR_CHILD: Final = ("id", "task", "queue", "priority", "run_at", "created", "attempts", "fire_time")  # of its row
 CHILD: Final = "import importlib, sys; name, fd, *sys.path = sys.argv[1:]; importlib.import_module(name).be_child(int(fd))"
 PARENTS_AFFAIR: Final = (signal.SIGINT, signal.SIGTERM)  # may reach all processes of a service; ours are told by their parents
 
-heed_note: dict[str, Callable[[Running, Any], None]] = {}  # what to do in the parent's loop with a note of this name
-to_parent: Callable[[str, Any], None] | None = None  # in a child: send a note (name, content)
 _importing = False  # in a child: the application is being imported
 
 
@@ -5949,6 +5951,8 @@ class Child:
         self._loop = asyncio.get_running_loop()
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = False
+        self._lock = threading.Lock()
+        self._progress: tuple[float, str | None] | None = None  # what the event loop has not been told yet
 
     def kill(self) -> None:
         """With all of its group."""
@@ -5979,7 +5983,7 @@ class Child:
 
         fn = self._job.handler.fn
         main = main_program("run_in='process'") if fn.__module__ in ("__main__", "__mp_main__") else None
-        row = {name: getattr(self._job, name) for name in FOR_CHILD}
+        row = {name: getattr(self._job, name) for name in FOR_CHILD} | {"headers": encode_json(headers_of(self._job))}
         try:
             call = pickle.dumps(self._call)
         except Exception as error:
@@ -6009,9 +6013,8 @@ class Child:
         try:
             ours.sendall(request)
             with ours.makefile("rb") as stream:
-                while (message := pickle.load(stream))[0] == "note":
-                    with contextlib.suppress(RuntimeError):  # the loop was closed
-                        self._loop.call_soon_threadsafe(self._heed, *message[1:])
+                while (message := pickle.load(stream))[0] == "progress":
+                    self._hand_on(*message[1:])
         except (EOFError, OSError, pickle.UnpicklingError):
             return None
         ours.settimeout(LINGER)
@@ -6023,9 +6026,19 @@ class Child:
             log.warning("%s: its process did not end within %g s of its function and is killed", label(self._job), LINGER)
         return received(*message)
 
-    def _heed(self, name: str, content: Any) -> None:
-        if self._job.in_handler and name in heed_note:
-            heed_note[name](self._job, content)
+    def _hand_on(self, *progress: Any) -> None:
+        """To the event loop: the latest, as a child may say more than that has time to hear."""
+        with self._lock:
+            told, self._progress = self._progress is not None, progress
+        if not told:
+            with contextlib.suppress(RuntimeError):  # the loop was closed
+                self._loop.call_soon_threadsafe(self._report)
+
+    def _report(self) -> None:
+        with self._lock:
+            progress, self._progress = self._progress, None
+        if progress is not None and self._job.in_handler:
+            report_progress(self._job, *progress)
 
 
 def received(kind: str, pickled: bytes | None, *about: str) -> tuple[Any, BaseException | None]:
@@ -6070,7 +6083,6 @@ async def call_in_process(
 
 def be_child(fd: int) -> None:
     """All that the spawned process does."""
-    global to_parent
     import pickle
 
     for number in PARENTS_AFFAIR:  # (not SIG_IGN, which the programs that it runs would inherit)
@@ -6093,9 +6105,12 @@ def be_child(fd: int) -> None:
         with lock:
             sock.sendall(data)
 
-    to_parent = functools.partial(send, "note")
+    def tell_progress(fraction: float, message: str | None) -> None:
+        with contextlib.suppress(OSError):  # a fork of this process has no way to the parent
+            send("progress", fraction, message)
+
     try:
-        value = called_in_child(*request)
+        value = called_in_child(tell_progress, *request)
         try:
             outcome: tuple[Any, ...] = ("value", None if value is None else pickle.dumps(value))
         except Exception as error:
@@ -6119,7 +6134,14 @@ def end_with(parent: int, sock: socket.socket) -> None:
     kill_group(os.getpgrp())
 
 
-def called_in_child(main: tuple[bool, str] | None, module: str, qualname: str, row: Mapping[str, Any], call: bytes) -> object:
+def called_in_child(
+    to_parent: Callable[[float, str | None], None],
+    main: tuple[bool, str] | None,
+    module: str,
+    qualname: str,
+    row: Mapping[str, Any],
+    call: bytes,
+) -> object:
     """Find the function, call it, and run the coroutine if it is one."""
     import importlib
     import pickle
@@ -6134,7 +6156,8 @@ def called_in_child(main: tuple[bool, str] | None, module: str, qualname: str, r
     if isinstance(handler, Handler):  # it has been decorated
         found = handler.fn
     args, kwargs = pickle.loads(call)
-    _current.set(cast(Running, JobRow(**row)))
+    tier = Tier(store=MemoryStore(), durable=False, tasks={}, wake=asyncio.Event())  # of which it knows nothing here
+    _current.set(cast(Running, JobRow(**row, tier=tier, to_parent=to_parent)))
     value = found(*args, **kwargs)
     return asyncio.run(result_of(value)) if inspect.isawaitable(value) else value
 

@@ -1,6 +1,7 @@
 """What test_process_handlers.py runs in processes of their own: each function is imported there by its name."""
 
 import asyncio
+import contextvars
 import ctypes
 import os
 import signal
@@ -128,10 +129,33 @@ def leaves_a_thread() -> int:
     return os.getpid()
 
 
-def notes() -> None:
-    assert tinyq.to_parent is not None
-    tinyq.to_parent("half", (0.5, "so far"))
-    tinyq.to_parent("unheard", None)
+def tells_progress(go_on: str) -> None:
+    for percent in range(41):
+        tinyq.current_job().progress(percent / 100, f"{percent} so far")
+    if os.fork() == 0:  # which has no way to the parent
+        tinyq.current_job().progress(0.9, "not heard")
+        os._exit(0)
+    os.wait()
+    while not Path(go_on).exists():
+        time.sleep(0.01)
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(tinyq.current_job().progress, 1, "x" * 1000))
+    thread.start()
+    thread.join()
+
+
+def chatters(started: str, go_on: str, done: str) -> None:
+    Path(started).touch()
+    while not Path(go_on).exists():
+        time.sleep(0.01)
+    for i in range(1000):
+        tinyq.current_job().progress(i / 1000)
+    Path(done).touch()
+
+
+async def surroundings() -> object:
+    job = tinyq.current_job()
+    await job.progress(0.5)
+    return dict(job.headers), job.app
 
 
 def unpicklable() -> Callable[[], int]:

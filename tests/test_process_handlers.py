@@ -17,7 +17,7 @@ import process_tasks
 import pytest
 from clock import FakeClock
 from conftest import OpenAt
-from helpers import Open, edit, eventually, rows
+from helpers import Open, counted, edit, eventually, rows
 from servers import wait_until
 
 import tinyq
@@ -338,13 +338,48 @@ async def test_a_process_that_goes_on_after_its_function_is_killed_and_the_resul
     assert "its process did not end within 0.1 s of its function and is killed" in caplog.text
 
 
-async def test_a_note_of_a_child_reaches_its_job_in_the_loop(open_at: OpenAt, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[object] = []
-    monkeypatch.setitem(tinyq.heed_note, "half", lambda job, content: heard.append((job.task, content)))
-    task = (await open_at(None)).task(run_in="process", name="noting")(process_tasks.notes)
+async def test_the_progress_of_a_child_is_seen_by_handles_and_by_other_processes(
+    open_at: OpenAt, durable: bool, db: Path | None, tmp_path: Path
+) -> None:
+    q, go_on = await open_at(db), tmp_path / "go on"
+    task = q.task(run_in="process", result_ttl=60, retry=False)(process_tasks.tells_progress)
+    job = await task.options(durable=durable).enqueue(str(go_on))
+    await eventually(lambda: job.progress == (0.4, "40 so far"))
+    if durable:
+        other = await open_at(db, worker=False)
+        async with asyncio.timeout(30):
+            while (await other.get(job.id)).progress != (0.4, "40 so far"):
+                await asyncio.sleep(0.01)
+    go_on.touch()
     async with asyncio.timeout(30):
-        await (await task.enqueue()).result()
-    assert heard == [("noting", (0.5, "so far"))]
+        await job.result()
+    assert job.progress == (1.0, "x" * 500)
+    if durable:
+        assert (await other.get(job.id)).progress == (1.0, "x" * 500)
+
+
+async def test_a_child_that_says_more_than_the_loop_hears_is_heard_with_its_latest(
+    open_at: OpenAt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = counted(monkeypatch, "report_progress")
+    started, go_on, done = tmp_path / "started", tmp_path / "go on", tmp_path / "done"
+    q = await open_at(None)
+    job = await q.task(run_in="process", retry=False)(process_tasks.chatters).enqueue(str(started), str(go_on), str(done))
+    await eventually(started.exists)
+    go_on.touch()
+    wait_until("all of it has been said", done.exists)  # while the event loop stands still
+    async with asyncio.timeout(30):
+        await job.result()
+    assert job.progress == (0.999, None)
+    assert len(heard) <= 2  # some of it may still have been under way
+
+
+async def test_a_child_finds_the_headers_of_its_job(q: TinyQ, durable: bool) -> None:
+    task = q.task(run_in="process", headers={"of": "the task"})(process_tasks.surroundings)
+    jobs = [await task.options(durable=durable).enqueue(), await task.options(durable=durable, headers={"own": "one"}).enqueue()]
+    async with asyncio.timeout(30):
+        assert [await job.result() for job in jobs] == [({"of": "the task"}, None), ({"own": "one"}, None)]
+    assert jobs[0].progress == (0.5, None)
 
 
 def test_when_the_parent_is_killed_its_processes_end(tmp_path: Path) -> None:
