@@ -6898,7 +6898,7 @@ class Crew:
     def known(self, fresh: JobRow, *, again: bool = False) -> JobRow:
         """The object that handles in this process already hold for a durable row, brought up to date unless what was read is
         older; else the row itself. `again`: the job had ended and was requeued."""
-        row = self.live.setdefault(fresh.id, fresh)
+        row = self.live.setdefault(fresh.id, self.running.get(fresh.id, fresh))  # it may have been started while this was read
         ended = row.finished is not None and fresh.finished is None and fresh.claim_no == row.claim_no
         older = fresh.claim_no < row.claim_no or (ended and not (again and fresh.state is State.PENDING))
         if row is not fresh and row.tag not in self.running and not older:
@@ -7794,6 +7794,9 @@ class Outpost(Intake):
 
     def learn(self, handler: Handler) -> None:
         """Nothing is claimed here."""
+
+    def look_at(self, name: str, args: Iterable[Any]) -> None:
+        """No best-effort job is going to be made here."""
 
     def require_durable(self) -> Any:
         if not self.path:

@@ -348,7 +348,7 @@ async def test_the_progress_of_a_child_is_seen_by_handles_and_by_other_processes
     if durable:
         other = await open_at(db, worker=False)
         async with asyncio.timeout(30):
-            while (await other.get(job.id)).progress != (0.4, "40 so far"):
+            while (await other.get(job.id)).progress != (0.4, "40 so far"):  # noqa: ASYNC110  no event tells other processes
                 await asyncio.sleep(0.01)
     go_on.touch()
     async with asyncio.timeout(30):

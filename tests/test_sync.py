@@ -23,6 +23,7 @@ from conftest import OpenAt
 from fleet import Fleet
 from helpers import Open, counted, edit, eventually, rows
 from servers import Server, wait_until
+from starlette.requests import Request
 
 import tinyq
 from tinyq import (
@@ -291,6 +292,36 @@ async def test_the_job_runs_once_its_tinyq_starts_and_its_handle_follows(unstart
         assert await job.result() == 3
 
 
+async def test_a_job_that_starts_while_its_handle_looks_for_it_is_the_handles_own(
+    unstarted: TinyQ, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, go_on = asyncio.Event(), asyncio.Event()
+
+    @unstarted.task(durable=True)
+    async def work() -> str:
+        started.set()
+        await go_on.wait()
+        return "seen"
+
+    async with unstarted:
+        await unstarted.pause("default")
+    job = await in_thread(work.enqueue_sync)
+    get = tinyq.SQLiteStore.get
+
+    async def late(store: tinyq.SQLiteStore, ids: Any) -> Any:
+        found = await get(store, ids)
+        await unstarted.resume("default")
+        await started.wait()
+        return found
+
+    async with asyncio.timeout(20), unstarted:
+        monkeypatch.setattr(tinyq.SQLiteStore, "get", late)
+        result = asyncio.create_task(job.result())
+        await eventually(lambda: job.status is State.RUNNING)
+        go_on.set()
+        assert await result == "seen"
+
+
 async def test_a_handle_cancels_a_job_that_waits(unstarted: TinyQ, file: Path) -> None:
     job = await in_thread(unstarted.enqueue_sync, add, 1, durable=True, delay=3600)
     async with unstarted:
@@ -309,7 +340,9 @@ async def test_a_handle_of_a_job_that_has_gone_says_so(unstarted: TinyQ) -> None
 
 
 def test_a_best_effort_job_needs_an_engine(unstarted: TinyQ, file: Path) -> None:
-    for call in (lambda: unstarted.enqueue_sync(add, 1), lambda: unstarted.enqueue_sync(print, 1)):
+    of_request = Request({"type": "http"})  # which is warned about, where it would run
+    calls = ((add, 1), (print, 1), (print, of_request))
+    for call in (functools.partial(unstarted.enqueue_sync, *each) for each in calls):
         with pytest.raises(NotStarted, match="durable=True"):
             call()
     assert not file.exists()
