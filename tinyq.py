@@ -5890,6 +5890,7 @@ FOR_CHILD: Final = ("id", "task", "queue", "priority", "run_at", "created", "att
 CHILD: Final = "import importlib, sys; name, fd, *sys.path = sys.argv[1:]; importlib.import_module(name).be_child(int(fd))"
 PARENTS_AFFAIR: Final = (signal.SIGINT, signal.SIGTERM)  # may reach all processes of a service; ours are told by their parents
 
+_is_child = False  # this is the process of one job
 _importing = False  # in a child: the application is being imported
 
 
@@ -6083,7 +6084,10 @@ async def call_in_process(
 
 def be_child(fd: int) -> None:
     """All that the spawned process does."""
+    global _is_child
     import pickle
+
+    _is_child = True
 
     for number in PARENTS_AFFAIR:  # (not SIG_IGN, which the programs that it runs would inherit)
         signal.signal(number, lambda *_: None)
@@ -9496,6 +9500,7 @@ class TinyQ:
         self._starting = False
         self._was_stopped = False
         self._was_tested = False
+        self._has_written = False  # jobs into the file, without an engine
         self._strangers: set[str] = set()  # names of tasks of other processes
         self._reconfigurable = False  # the options given so far may be overridden
         self._quick: dict[Any, Handler] = {}  # what was handed to enqueue before, and what is known of bare callables
@@ -9860,6 +9865,7 @@ class TinyQ:
         of_row = {option: value for option, value in options.items() if option != "tx"}
         row = self._make_row(outpost, handler, name, args, kwargs, of_row)
         answer = outpost.insert_now(row, options.get("tx"))
+        self._has_written = True
         return Receipt(self, answer.row, answer.verdict == "created")
 
     def _remember(self, fn: Any, given: Mapping[str, Any], row: JobRow) -> None:
@@ -10419,6 +10425,8 @@ def warn_if_never_started(q: weakref.ref[TinyQ]) -> None:
         and found._engine is found._inherited is None
         and not found._was_stopped
         and not found._was_tested
+        and not found._has_written
+        and not _is_child
         and found._schedules
     ):
         n = len(found._schedules)

@@ -510,6 +510,12 @@ def test_of_a_parent_and_its_child_that_never_start_their_schedules_the_child_wa
     assert text.count("never started") == 1
 
 
+def test_a_script_that_leaves_jobs_to_others_is_not_warned_of_schedules_it_imports(tmp_path: Path) -> None:
+    setup = f"tinyq.configure({str(tmp_path / 'jobs.db')!r})"
+    said = end_of(NEVER.format(q="tinyq", setup=setup, rest="q.enqueue_sync('elsewhere', durable=True)"))
+    assert "never started" not in said
+
+
 def test_without_schedules_there_is_no_warning_at_exit() -> None:
     assert end_of("import tinyq\n@tinyq.task(name='t')\nasync def t() -> None: ...\n") == ""
 

@@ -432,6 +432,31 @@ def output_of(folder: Path, program: str, *command: str) -> str:
     return ended.stdout + ended.stderr
 
 
+def test_a_child_does_not_say_that_the_schedules_it_imports_were_never_started(tmp_path: Path) -> None:
+    program = """
+        import asyncio
+        import tinyq
+
+        q = tinyq.TinyQ()
+
+        @q.every(3600, name="hourly")
+        async def hourly():
+            pass
+
+        @q.task(run_in="process", name="work")
+        def work():
+            return "worked"
+
+        async def main():
+            async with q:
+                print(await (await work.enqueue()).result())
+
+        if __name__ == "__main__":
+            asyncio.run(main())
+    """
+    assert output_of(tmp_path, program, "program.py") == "worked\n"
+
+
 @pytest.mark.parametrize("command", [("program.py",), ("-m", "program")], ids=" ".join)
 def test_functions_of_the_program_itself_run_if_its_main_part_is_guarded(tmp_path: Path, command: tuple[str, ...]) -> None:
     guarded = (
