@@ -7663,12 +7663,16 @@ class Intake:
         here = asyncio._get_running_loop()
         if here is None:
             raise NotStarted("there is no event loop in this thread: call from the loop in which tinyq was started")
-        if self.loop is not here:
-            raise NotStarted(
-                "this TinyQ was started in another event loop: start one in each loop, or hand the work over to that loop"
-            )
+        self.require_loop()
         if self.phase != "running" and not (self.phase == "stopping" and (_spawned.get() or _current.get(None) is not None)):
             raise ShuttingDown(f"tinyq is {self.phase}: nothing was stored; enqueue before the lifespan ends")
+
+    def require_loop(self) -> None:
+        if self.loop is not asyncio._get_running_loop():
+            raise NotStarted(
+                "this TinyQ was started in another event loop: start one in each loop, or hand the work over to that loop, by "
+                "asyncio.run_coroutine_threadsafe(…)"
+            )
 
     def disown(self) -> None:
         """In a forked child: neither use nor free anything of this engine, whose threads are not here."""
@@ -7908,6 +7912,7 @@ class Inquiries(Intake):
 
     async def _wait_for_change(self, row: JobRow) -> None:
         """Until something has become of the row, here or elsewhere. NoResult if nothing will that could be seen here."""
+        self.require_loop()
         waiter: asyncio.Future[None] = self.loop.create_future()
         row.waiters = [*(row.waiters or ()), waiter]
         self._awaited.add(row)
@@ -7995,6 +8000,7 @@ class Inquiries(Intake):
         self.refuse_fork()
         await self.promotion_of(row)
         while row.finished is None and self.phase != "stopped":
+            self.require_loop()
             job = self.crew.running.get(row.tag)
             if job is not None:
                 job.stop("cancel")
@@ -8784,6 +8790,9 @@ class KitEngine(Engine):
     def require_running(self) -> None:
         if self.phase != "running":
             raise ShuttingDown("the block of testing() is over: nothing is enqueued or run any more")
+
+    def require_loop(self) -> None:
+        """Any will do."""
 
     def start_at_once(self, row: SimpleRow, handler: Handler, settings: Settings) -> bool:
         row.wait()
@@ -10158,6 +10167,8 @@ class TinyQ:
         if isinstance(engine, KitEngine):
             self._reconfigurable = True
             return
+        if engine.loop.is_running():
+            engine.require_loop()
         try:
             await engine.stop(engine.config.grace if grace is None else duration(grace, "grace", infinite=True))
         finally:

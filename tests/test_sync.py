@@ -100,6 +100,27 @@ async def test_all_ways_of_enqueueing_have_a_form_for_threads(q: TinyQ, durable:
     assert {job.durable for job in jobs} == {durable}
 
 
+async def test_a_handle_that_is_awaited_in_another_loop_says_where_it_belongs(open_q: Open, durable: bool) -> None:
+    q = await open_q()
+    go_on = asyncio.Event()
+
+    @q.task(result_ttl=60)
+    async def work() -> str:
+        await go_on.wait()
+        return "done"
+
+    job = await in_thread(work.options(durable=durable).enqueue_sync)
+    waits: list[Callable[[], Coroutine[Any, Any, Any]]] = [job.result, job.cancel, q.stop]
+    for wait in waits:
+        with pytest.raises(NotStarted, match="run_coroutine_threadsafe"):
+            await in_thread(lambda wait=wait: asyncio.run(wait()))
+    go_on.set()
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(10):
+        assert await in_thread(lambda: asyncio.run_coroutine_threadsafe(job.result(), loop).result()) == "done"
+        assert await in_thread(lambda: asyncio.run(job.result())) == "done"
+
+
 async def test_a_best_effort_job_sees_the_context_of_the_thread(open_at: OpenAt) -> None:
     q = await open_at(None)
     variable = contextvars.ContextVar("variable", default="unset")
