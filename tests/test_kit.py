@@ -553,6 +553,21 @@ def test_a_recurring_job_runs_at_its_fire_times_as_time_passes_and_not_in_a_drai
     assert (schedule.key, schedule.stats.fired) == ("k", 3)
 
 
+async def test_a_recurring_job_ends_itself_after_three_runs(q: TinyQ, jobs: Kit) -> None:
+    runs: list[datetime | None] = []
+
+    @q.task(name="poll")
+    async def poll() -> None:
+        runs.append(tinyq.current_job().fire_time)
+        if len(runs) == 3:
+            raise tinyq.Cancel("that is enough")
+
+    await q.schedule(poll, when=tinyq.Every(60), key="k")
+    assert await jobs.aadvance(600) == 3
+    assert len(set(runs)) == 3
+    assert await q.schedules() == []
+
+
 async def test_a_schedule_keeps_no_trace_of_a_test(q: TinyQ) -> None:
     q.every(60, name="tick")(lambda: None)
     with q.testing() as jobs:

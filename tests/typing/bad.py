@@ -446,3 +446,14 @@ def tests_are_checked_too() -> None:
         jobs.drain(True)  # error
         jobs.advance("1 h")  # error
         jobs.enqueued(7)  # error
+
+
+def no_middleware(job: tinyq.CurrentJob) -> None: ...
+
+
+tinyq.middleware(no_middleware)  # error
+q.on_enqueue(lambda: None)  # error
+tinyq.task(headers={"number": 7})(look_up)  # error
+tinyq.task(aliases=7)(look_up)  # error
+tinyq.current_job().progress("half")  # error
+tinyq.current_job().progress()  # error

@@ -704,3 +704,39 @@ async def a_test_of_an_instance() -> None:
         job = jobs.enqueued(own_with_options)[0]
         assert_type(await job.result(), tuple[str, int])
         assert_type((job.kwargs, job.priority, job.key), tuple[dict[str, Any], int, str | None])
+
+
+# What goes around a job, and what it knows of itself
+
+
+@tinyq.middleware
+async def timed(job: tinyq.CurrentJob, call_next: Callable[[tinyq.CurrentJob], Awaitable[Any]]) -> Any:
+    assert_type((job.id, job.attempt, job.cancelled), tuple[str, int, bool])
+    return await call_next(job)
+
+
+def inject(carrier: dict[str, str], context: object = None) -> None:
+    """As OpenTelemetry's."""
+
+
+q.on_enqueue(inject)
+
+
+def open_session() -> Session:
+    raise NotImplementedError
+
+
+@q.task(headers={"from": "here"}, aliases=["own.old_name"])
+async def import_rows(path: str, session: Session = Depends(open_session)) -> int:
+    job = tinyq.current_job()
+    await job.progress(0.5, "half")
+    job.progress(1)
+    assert_type(job.headers.get("from"), str | None)
+    assert_type(job.fire_time, datetime | None)
+    return 1
+
+
+async def callers_leave_dependencies_out() -> None:
+    assert_type(await import_rows.options(headers={"trace": "1"}).enqueue("a.csv"), tinyq.Job[int])
+    job = import_rows.enqueue_sync("a.csv")
+    assert_type(job.progress, tuple[float, str | None] | None)
