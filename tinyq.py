@@ -8613,13 +8613,17 @@ class InlineThreads(Threads):
     """No threads, and no processes: a function is called where it stands."""
 
     inline = True
+    inside: Final[set[int]] = set()  # threads in which one is being called, as if no event loop ran there
 
     def submit(self, call: Callable[[], Any]) -> asyncio.Future[tuple[Any, BaseException | None]]:
         future: asyncio.Future[tuple[Any, BaseException | None]] = asyncio.get_running_loop().create_future()
+        self.inside.add(threading.get_ident())
         try:
             future.set_result((call(), None))
         except BaseException as error:
             future.set_result((None, error))
+        finally:
+            self.inside.discard(threading.get_ident())
         return future
 
 
@@ -9848,15 +9852,16 @@ class TinyQ:
 
     def _loop_elsewhere(self) -> asyncio.AbstractEventLoop | None:
         """The event loop in which this TinyQ runs, if it does; NotStarted in the thread of any event loop."""
-        if isinstance(self._engine, KitEngine):
-            return None
-        if asyncio._get_running_loop() is not None:
+        engine, here = self._engine, asyncio._get_running_loop()
+        own = threading.get_ident() not in InlineThreads.inside or (engine is not None and engine.loop is here)
+        if here is not None and own:
             raise NotStarted(
                 "enqueue_sync() would block the event loop that runs in this thread, so nothing was stored: write `await "
                 "enqueue(…)`, or call it in another thread, such as by asyncio.to_thread(q.enqueue_sync, …)"
             )
-        engine = self._engine
-        return engine.loop if engine is not None and engine.phase != "stopped" and engine.loop.is_running() else None
+        if engine is None or engine.phase == "stopped" or isinstance(engine, KitEngine):
+            return None
+        return engine.loop if engine.loop.is_running() else None
 
     def _insert_here(
         self, handler: Handler | None, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]

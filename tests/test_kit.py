@@ -1,6 +1,7 @@
 """`with q.testing() as jobs:`: the same behaviour as in production, with nothing running and no time passing by itself."""
 
 import asyncio
+import functools
 import os
 import re
 import shutil
@@ -725,6 +726,37 @@ def test_enqueue_sync_needs_no_file_in_a_test_nor_in_a_plain_handler(q: TinyQ, j
     task.enqueue_sync()
     q.enqueue_sync(task.enqueue_sync)
     assert (jobs.drain(), len(jobs.enqueued(task))) == (5, 4)
+
+
+async def test_enqueue_sync_is_refused_where_it_would_block_an_event_loop_in_production(
+    q: TinyQ, jobs: Kit, durable: bool
+) -> None:
+    task = register(q, int, name="int", durable=durable)
+
+    @q.task(name="plain")
+    def plain() -> None:
+        task.enqueue_sync()
+
+    @q.task(name="slip", retry=False)
+    async def slip() -> None:
+        task.enqueue_sync()
+
+    for call in (task.enqueue_sync, functools.partial(q.enqueue_sync, task), task.options(delay=0).enqueue_sync):
+        with pytest.raises(tinyq.NotStarted, match="block the event loop"):
+            call()
+    await slip.enqueue()
+    with pytest.raises(tinyq.NotStarted, match="block the event loop"):
+        await jobs.adrain()
+    await asyncio.to_thread(task.enqueue_sync)
+    await plain.enqueue()
+    assert (await jobs.adrain(), len(jobs.enqueued(task))) == (3, 2)
+
+
+async def test_a_plain_handler_under_test_does_not_wait_for_the_loop_it_stands_in(q: TinyQ, jobs: Kit) -> None:
+    async with TinyQ() as other:
+        await q.enqueue(lambda: other.enqueue_sync(int))
+        with pytest.raises(tinyq.NotStarted, match="block the event loop"):
+            await jobs.adrain()
 
 
 def test_a_job_with_tx_needs_no_file_and_no_commit(q: TinyQ, jobs: Kit, tmp_path: Path) -> None:

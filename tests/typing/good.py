@@ -727,7 +727,7 @@ def open_session() -> Session:
 
 
 @q.task(headers={"from": "here"}, aliases=["own.old_name"])
-async def import_rows(path: str, session: Session = Depends(open_session)) -> int:
+async def import_rows(path: str, session: Session = Depends(open_session)) -> int:  # noqa: B008  FastAPI's own way
     job = tinyq.current_job()
     await job.progress(0.5, "half")
     job.progress(1)
