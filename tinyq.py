@@ -9430,7 +9430,8 @@ class Kit:
             name, known = name_of(task), self._engine.handlers
             if name not in known and all(row.task != name for row in rows):
                 raise UnknownTask(f"no task is named {name!r} here{hint(name, known)}, and no job of that name was enqueued")
-            rows = [row for row in rows if row.task == name]
+            names = {name, known[name].name} if name in known else {name}  # it may be an alias
+            rows = [row for row in rows if row.task in names]
         elif task is not None:
             rows = [row for row in rows if row.handler is not None and row.handler.fn == task]
         return [EnqueuedJob(self._engine, row, True) for row in rows]

@@ -236,6 +236,12 @@ def test_a_task_of_which_nothing_was_enqueued_differs_from_one_that_does_not_exi
         jobs.enqueued("frist")
 
 
+def test_jobs_are_found_by_an_old_name_of_their_task(q: TinyQ, jobs: Kit) -> None:
+    task = q.task(name="new", aliases=["old"])(lambda: None)
+    by_name, by_task = enqueue(q, "old"), enqueue(q, task)
+    assert [job.id for job in jobs.enqueued("old")] == [by_name.id, by_task.id]
+
+
 def test_an_enqueued_job_shows_its_options(q: TinyQ, jobs: Kit) -> None:
     enqueue(q, register(q, lambda: None, name="t"), queue="slow", priority=3, key="k", delay=60, durable=True)
     [job] = jobs.enqueued("t")
