@@ -143,15 +143,6 @@ def tells_progress(go_on: str) -> None:
     thread.join()
 
 
-def chatters(started: str, go_on: str, done: str) -> None:
-    Path(started).touch()
-    while not Path(go_on).exists():
-        time.sleep(0.01)
-    for i in range(1000):
-        tinyq.current_job().progress(i / 1000)
-    Path(done).touch()
-
-
 async def surroundings() -> object:
     job = tinyq.current_job()
     await job.progress(0.5)
