@@ -2875,7 +2875,9 @@ SUPERSEDED: Final = "its retry was given up: the next fire time had come"
 NO_RUNS: Final = "0 0 0 0 0"
 MISSED: Final = "its fire time was missed"
 UNSCHEDULED: Final = ""  # the recurrence of a job that was unscheduled while it ran
-MOVED_ON: Final[Mapping[str, Any]] = {"state": State.PENDING, "attempts": 0, "snoozes": 0, "interruptions": 0, "parked": None}
+MOVED_ON: Final[Mapping[str, Any]] = {
+    "state": State.PENDING, "attempts": 0, "snoozes": 0, "interruptions": 0, "parked": None, "reason": None,
+}  # fmt: skip
 MERGED: Final = "merged into its successor with the same key"  # such a row is not kept: the successor is the job now
 # What `on_conflict="replace"` takes over from the newcomer, and what `requeue` resets.
 REPLACED: Final = ("queue", "priority", "run_at", "payload", "payload_version", "options", "headers", "expires", "lane")
@@ -2942,7 +2944,10 @@ def interval_of(text: str) -> tuple[int, int, float]:
     """The period and offset of a recurrence that is an interval, and how late it may be without a second look; 0 if it needs one
     anyway."""
     recurrence = recurrence_of(text) if text != UNSCHEDULED else None
-    rule = rule_from(recurrence.rule) if recurrence is not None and not recurrence.paused else None
+    rule = None
+    if recurrence is not None and not recurrence.paused:
+        with contextlib.suppress(Exception):  # the second look says what is wrong with it
+            rule = rule_from(recurrence.rule)
     if recurrence is None or not isinstance(rule, Every):
         return 0, 0, 0.0
     grace = math.inf if recurrence.grace is None else recurrence.grace * 1e6
@@ -2986,6 +2991,25 @@ def as_usual(change: Settlement, text: str, tally: str | None, now: int) -> tupl
     upcoming = ran.fire_time - (ran.fire_time - offset) % period + period
     fired, _, others = (tally or NO_RUNS).partition(" ")
     return (upcoming, f"{int(fired) + 1} {others}") if upcoming > now else None
+
+
+RULE_FAILS: Final = "its rule fails"
+LOOK_AGAIN: Final = 30.0  # seconds until a job whose rule fails here is tried again, by whoever has room for it
+
+
+def recur_or_wait(
+    change: Settlement, text: str, counts: str | None, fire_time: int, now: int
+) -> tuple[Settlement, str | None, int]:
+    """The same as `recur`; but a job whose rule fails waits, for a process that knows it, without holding up the others."""
+    try:
+        return recur(change, text, counts, fire_time, now)
+    except Exception as error:
+        if change.state is State.PENDING or change.reason == RULE_FAILS:
+            return change, counts, fire_time
+        told = error_text(error)
+        log.error("a recurring job waits, %s: %s", RULE_FAILS, told)
+        waiting = {**MOVED_ON, "run_at": later(now, LOOK_AGAIN), "reason": RULE_FAILS, "error": told}
+        return change._replace(**waiting), counts, fire_time
 
 
 def recur(change: Settlement, text: str, counts: str | None, fire_time: int, now: int) -> tuple[Settlement, str | None, int]:
@@ -3032,6 +3056,7 @@ def apply(row: JobRow, change: Settlement, now: int) -> None:
 # Best-effort jobs: the same verbs over Python objects. It never suspends, so its verbs are atomic by themselves.
 
 Entry = tuple[int, int, int, int, JobRow]  # sorts as a claim takes: -priority, run_at, seq; then the ticket of this entry
+TOLD: Final = ("args", "kwargs", "payload", "options", "headers", "settings", "queue", "priority", "handler")  # by `schedule`
 MEMORY_KEEPS: Final = 1_000  # finished rows kept for `get` and `stats`, whatever their TTL: memory is not a table
 
 
@@ -3047,6 +3072,7 @@ class MemoryStore:
         self._keys: dict[tuple[str, str, State], JobRow] = {}
         self._schedules: dict[str, tuple[ScheduleRecord, str | None]] = {}
         self._occurrences: dict[str, JobRow] = {}
+        self._changes: dict[int, JobRow] = {}  # what running recurring jobs, by seq, are to be from their next run on
         self._seq = itertools.count(1)
         self.held: frozenset[str] = frozenset()  # the queues that are paused
         self.pending = 0
@@ -3111,15 +3137,19 @@ class MemoryStore:
     def _reschedule(self, known: JobRow, row: JobRow, now: int) -> Literal["existing", "replaced"]:
         """Give a recurring job other arguments, options or another rule."""
         recurrence, afresh = redefined(cast(str, known.recurrence), cast(str, row.recurrence))
-        given = ("args", "kwargs", "payload", "options", "headers", "settings", "queue", "priority", "handler")
-        if known.recurrence == recurrence and all(getattr(known, name) == getattr(row, name) for name in given):
+        same = self._changes.get(known.seq, known)
+        if known.recurrence == recurrence and all(getattr(same, name) == getattr(row, name) for name in TOLD):
             return "existing"
-        for name in given:
-            setattr(known, name, getattr(row, name))
         known.recurrence = recurrence
-        if known.state is State.PENDING and known.ready != PAUSED:
+        if known.state is State.RUNNING:  # in a slot of its queue
+            self._changes[known.seq] = row
+            return "replaced"
+        for name in TOLD:
+            setattr(known, name, getattr(row, name))
+        if known.ready != PAUSED:
             if afresh:
-                known.run_at, known.fire_time, known.attempts = row.run_at, row.fire_time, 0
+                known.run_at, known.fire_time = row.run_at, row.fire_time
+                known.attempts = known.snoozes = known.interruptions = 0
             self._enlist(known, now)
         return "replaced"
 
@@ -3273,7 +3303,9 @@ class MemoryStore:
             self._leave(row)
             change = heeding(change, row.cancel_at)
             if row.recurrence is not None:
-                change, row.tally, row.fire_time = recur(change, row.recurrence, row.tally, row.fire_time or 0, now)
+                change, row.tally, row.fire_time = recur_or_wait(change, row.recurrence, row.tally, row.fire_time or 0, now)
+                told = self._changes.pop(row.seq, row) if self._changes else row
+                row.__dict__.update((name, getattr(told, name)) for name in TOLD if told is not row)
             successor = self._same_key(row)[0] if row.key is not None else None
             apply(row, change, now)
             if successor is not None:
@@ -3406,6 +3438,7 @@ class MemoryStore:
                     row.ready, row.ticket = PAUSED, row.ticket + 1
                 elif row.ready == PAUSED:
                     row.run_at = row.fire_time = rule_from(recurrence_of(row.recurrence).rule).next_at(now)
+                    row.attempts = row.snoozes = row.interruptions = 0
                     self._enlist(row, now)
                 return True
         return False
@@ -3676,11 +3709,12 @@ MOVE_ON_AS_USUAL: Final = (
     "WHERE seq = ?"
 )
 RESCHEDULE: Final = (
-    "UPDATE tinyq_jobs SET payload = :payload, payload_version = :payload_version, options = :options, headers = :headers, "
+    "UPDATE tinyq_jobs SET task = :task, payload = :payload, payload_version = :payload_version, options = :options, headers = :headers, "
     "queue = :queue, lane = :lane, priority = :priority, recurrence = :recurrence WHERE seq = :seq"
 )
+AFRESH: Final = "attempts = 0, snoozes = 0, interruptions = 0"
 START_AFRESH: Final = (
-    "UPDATE tinyq_jobs SET run_at = ?, fire_time = ?, attempts = 0, ready = ? WHERE seq = ? AND state = 'pending' AND ready <> 4"
+    f"UPDATE tinyq_jobs SET run_at = ?, fire_time = ?, {AFRESH}, ready = ? WHERE seq = ? AND state = 'pending' AND ready <> 4"
 )
 RELEASE: Final = (
     "UPDATE tinyq_jobs SET run_at = min(run_at, ?), ready = CASE WHEN min(run_at, ?) > ? THEN 0 WHEN lost > 0 THEN 3 ELSE 1 END "
@@ -3833,6 +3867,9 @@ def insert_special(db: sqlite3.Connection, namespace: str, row: JobRow, now: int
             return Inserted(row, "overlap")
     if row.recurrence is not None:
         known = same_key(db, row, State.PENDING) or same_key(db, row, State.RUNNING)
+        for alias in row.handler.aliases if known is None and row.handler is not None else ():
+            before = row.but(task=alias)
+            known = known or same_key(db, before, State.PENDING) or same_key(db, before, State.RUNNING)
         if known is not None:
             return reschedule(db, known, row, now)
     if row.key is not None:
@@ -3856,7 +3893,7 @@ def reschedule(db: sqlite3.Connection, known: JobRow, row: JobRow, now: int) -> 
     """Give a recurring job other arguments, options or another rule; of one that runs, from its next run on."""
     row.recurrence, afresh = redefined(cast(str, known.recurrence), cast(str, row.recurrence))
     row.seq = known.seq
-    told = ("payload", "payload_version", "options", "headers", "queue", "lane", "priority", "recurrence", "seq")
+    told = ("task", "payload", "payload_version", "options", "headers", "queue", "lane", "priority", "recurrence", "seq")
     if all(getattr(known, name) == getattr(row, name) for name in told):
         return Inserted(known, "existing")
     db.execute(RESCHEDULE, {name: getattr(row, name) for name in told})
@@ -3874,7 +3911,7 @@ def hold_row(db: sqlite3.Connection, namespace: str, id: bytes, paused: bool, no
                 db.execute("UPDATE tinyq_jobs SET ready = ? WHERE seq = ?", (PAUSED, row.seq))
             elif row.ready == PAUSED and not paused:
                 upcoming = rule_from(recurrence.rule).next_at(now)
-                again = "UPDATE tinyq_jobs SET ready = ?, run_at = ?, fire_time = ? WHERE seq = ?"
+                again = f"UPDATE tinyq_jobs SET ready = ?, run_at = ?, fire_time = ?, {AFRESH} WHERE seq = ?"
                 db.execute(again, (claimable(upcoming, row.lost, now), upcoming, upcoming, row.seq))
             return True
     return False
@@ -4036,7 +4073,7 @@ def settle_rows(
             if (moved := as_usual(change, recurrence, tally, now)) is not None:
                 usual.append((moved[0], *moved, change.seq))
                 continue
-            change, tally, fire_time = recur(change, recurrence, tally, fire_time, now)
+            change, tally, fire_time = recur_or_wait(change, recurrence, tally, fire_time, now)
             if change.state is State.PENDING:
                 ready = PAUSED if is_paused(recurrence) else claimable(change.run_at, change.lost, now)
                 db.execute(MOVE_ON, (*pending_values(change, ready), fire_time, tally, change.seq))
@@ -6222,13 +6259,17 @@ def choose_fire_time(job: Running, now: int) -> bool:
     recurrence = recurrence_of(cast(str, job.recurrence))
     rule = rule_from(recurrence.rule)
     latest, chosen, missed = choose(rule, recurrence.misfire, recurrence.grace, due - 1, now)
-    if not chosen:
-        job.ran = Ran(latest, now, missed) if latest >= due else None  # None: a clock has been set back since it was claimed
+    begun = job.attempts > 1 or job.snoozes > 0 or job.interruptions > 0
+    if begun and latest <= due:  # once it has begun it is no longer too late
+        job.ran = Ran(due, now)
+        return True
+    if not chosen:  # None: a clock has been set back since it was claimed
+        job.ran = Ran(latest, now, missed - begun, begun) if latest >= due else None
         return job.ran is None
     job.fire_time = chosen[0] if recurrence.misfire == "all" else chosen[-1]
-    superseded = job.fire_time != due and job.attempts > 1  # it was late for its retry, and the next fire time has come
+    superseded = job.fire_time != due and begun  # it was late for its retry, and the next fire time has come
     if superseded:
-        job.attempts, job.snoozes = 1, 0
+        job.attempts, job.snoozes, job.interruptions = 1, 0, 0
     job.ran = Ran(job.fire_time, now, missed - superseded, superseded)
     return True
 
@@ -6241,8 +6282,11 @@ def prepare_call(job: Running, clock: Clock) -> Outcome | Arguments:
         return Outcome("expired", reason="expired before it started")
     if lost_for_good(job, job.settings):
         return Outcome("lost", reason=WORKER_LOST)
-    if job.recurrence and not choose_fire_time(job, clock.time()):
-        return Outcome("missed")
+    try:
+        if job.recurrence and not choose_fire_time(job, clock.time()):
+            return Outcome("missed")
+    except Exception as error:  # of another version, or of an installation without cronsim: others may know it
+        return Outcome("parked", error=error, reason=RULE_FAILS)
     if job.args is not None:
         return job.args, job.kwargs
     try:
@@ -6484,7 +6528,8 @@ def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
             since = row.parked if row.parked is not None else now
             misfit = error_text(outcome.error) if outcome.error else None
             if later(since, PARK_FOR) <= now:
-                return died(row, settings, now, reason="the arguments do not fit the handler", error=misfit, attempts=back)
+                why = outcome.reason or "the arguments do not fit the handler"
+                return died(row, settings, now, reason=why, error=misfit, attempts=back)
             return again(row, settings, now, later(now, PARK_EVERY), attempts=back, parked=since, reason="parked", error=misfit)
         case "undecodable":
             return died(row, settings, now, reason=outcome.reason, error=outcome.reason, attempts=back, ttl=math.inf)
@@ -7545,6 +7590,7 @@ class Intake:
         passed = rule.passed(now - LONGEST_PERIOD, now, 1)[1] if immediate else []
         row.run_at = row.fire_time = passed[-1] if passed else rule.next_at(now)
         row.key, row.recurrence, row.context = f"{RECURS}{key}", recurrence.as_text(), None
+        row.expires = None  # which its task may have, and which is counted from now: how late it may be is misfire_grace
 
     def look_at(self, name: str, args: Iterable[Any]) -> None:
         """Say once per task and type that a best-effort job was given what may be closed by the time it runs."""
@@ -10085,8 +10131,9 @@ class TinyQ:
 
     async def unschedule(self, task: TaskOrName | Callable[..., Any], /, *, key: str) -> bool:
         """Remove the recurring job of this task and key; a run of it that is under way ends as it does. Whether there was one."""
-        engine = self._running()
-        return await engine.unschedule(self._find(task, True)[1], f"{RECURS}{text(key, 'key')}")
+        engine, (handler, name) = self._running(), self._find(task, True)
+        names = (name, *(handler.aliases if handler else ()))
+        return any([await engine.unschedule(name, f"{RECURS}{text(key, 'key')}") for name in names])
 
     def spawn(
         self, coro: Coroutine[Any, Any, R], *, name: str | None = None, context: contextvars.Context | None = None
@@ -10293,7 +10340,10 @@ class TinyQ:
             if key is None and name in (None, periodic.name)
         ]
         for row in await engine.recurring(name, key, whole(limit, "limit", 1)):
-            found.append(RecurringJob(engine, row))
+            try:
+                found.append(RecurringJob(engine, row))
+            except Exception as error:
+                log.error("%s is not listed, %s: %s", label(row), RULE_FAILS, error_text(error))
         return found[:limit]
 
     async def stats(self) -> Stats:

@@ -1,0 +1,448 @@
+"""Recurring jobs under what can happen to them: retries that outlast a policy, lost workers, changes while they run, clocks."""
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from clock import FakeClock
+from conftest import OpenAt
+from helpers import Open, edit, eventually, rows, stopped_at_once
+from test_recurring import Polls, next_run, only
+
+import tinyq
+from tinyq import Cron, Every, Retry, Snooze, TinyQ
+
+
+@pytest.fixture
+async def polls(q: TinyQ, clock: FakeClock) -> Polls:
+    return Polls(q, clock)
+
+
+# Retries and policies
+
+
+@pytest.mark.parametrize("options", [{"misfire": "skip"}, {"misfire_grace": 3}, {"misfire": "all", "misfire_grace": 3}, {}])
+async def test_a_retry_is_not_too_late_for_its_fire_time(
+    q: TinyQ, polls: Polls, clock: FakeClock, options: dict[str, Any]
+) -> None:
+    polls.error = ValueError("down")
+    await q.schedule(polls.task, 7, when=Every(60), key="7", retry=[20, 20], **options)
+    await next_run(q, polls, clock, 4)
+    assert polls.calls == [(7, 60, 1), (7, 60, 2), (7, 60, 3), (7, 120, 1)]
+    assert (await only(q)).stats.missed == 0
+
+
+async def test_a_snooze_is_not_too_late_for_its_fire_time(q: TinyQ, polls: Polls, clock: FakeClock) -> None:
+    polls.error = Snooze(20)
+    await q.schedule(polls.task, 7, when=Every(60), key="7", misfire="skip")
+    await next_run(q, polls, clock, 1)
+    polls.error = None
+    await next_run(q, polls, clock, 3)
+    assert polls.calls == [(7, 60, 1), (7, 60, 1), (7, 120, 1)]
+    assert (await only(q)).stats.missed == 0
+
+
+async def test_resumed_while_it_waited_for_a_retry_it_has_all_its_attempts_again(
+    q: TinyQ, polls: Polls, clock: FakeClock
+) -> None:
+    polls.error = ValueError("down")
+    job = await q.schedule(polls.task, 7, when=Every(60), key="7", retry=[40, 40])
+    await next_run(q, polls, clock, 1)
+    await job.pause()
+    await clock.advance(100)
+    await job.resume()
+    await next_run(q, polls, clock, 2)
+    fire = polls.fires[1]
+    assert fire > 60 and polls.calls[1] == (7, fire, 1)
+
+
+async def test_a_rule_changed_while_it_waits_for_a_retry_begins_with_the_first_attempt(
+    q: TinyQ, polls: Polls, clock: FakeClock
+) -> None:
+    polls.error = ValueError("down")
+    await q.schedule(polls.task, 7, when=Every(60), key="7", retry=[50, 50])
+    await next_run(q, polls, clock, 1)
+    await q.schedule(polls.task, 7, when=Every(600), key="7", retry=[50, 50])
+    await next_run(q, polls, clock, 2, 5)
+    assert polls.calls[1] == (7, 600, 1)
+
+
+async def test_a_retry_after_a_change_of_arguments_takes_the_new_ones(q: TinyQ, polls: Polls, clock: FakeClock) -> None:
+    polls.error = ValueError("down")
+    await q.schedule(polls.task, 7, when=Every(600), key="7", retry=[50, 50])
+    await next_run(q, polls, clock, 1, 5)
+    await q.schedule(polls.task, 8, when=Every(600), key="7", retry=[50, 50])
+    await next_run(q, polls, clock, 2, 5)
+    assert polls.calls == [(7, 600, 1), (8, 600, 2)]
+
+
+async def test_expires_of_the_task_does_not_end_it(q: TinyQ, clock: FakeClock) -> None:
+    polls = Polls(q, clock, expires=5)
+    await q.schedule(polls.task, 7, when=Every(60), key="7")
+    await next_run(q, polls, clock, 2)
+    assert polls.fires == [60, 120]
+
+
+async def test_a_timeout_is_a_failure_of_this_fire_time(q: TinyQ, polls: Polls, clock: FakeClock) -> None:
+    polls.seconds = 3600
+    await q.schedule(polls.task, 7, when=Every(60), key="7", timeout=5, retry=False)
+    await next_run(q, polls, clock, 2)
+    assert polls.fires == [60, 120]
+    assert (await only(q)).stats.failed >= 1
+
+
+# Removed, changed, run by hand, while it runs
+
+
+async def test_unscheduled_while_it_runs_and_fails_it_is_not_tried_again(q: TinyQ, polls: Polls, clock: FakeClock) -> None:
+    polls.seconds, polls.error = 3, ValueError("down")
+    await q.schedule(polls.task, 7, when=Every(60), key="7", retry=[5, 5])
+    await eventually(lambda: len(polls.calls) == 1, clock, 1)
+    assert await q.unschedule(polls.task, key="7") is True
+    assert await q.unschedule(polls.task, key="7") is False
+    await next_run(q, polls, clock, 1)
+    await clock.advance(200)
+    assert polls.fires == [60]
+    assert (await q.stats()).count(state="pending") == 0
+
+
+async def test_scheduled_again_right_after_it_was_unscheduled_while_it_runs_it_goes_on(
+    q: TinyQ, polls: Polls, clock: FakeClock
+) -> None:
+    polls.seconds = 3
+    await q.schedule(polls.task, 7, when=Every(60), key="7")
+    await eventually(lambda: len(polls.calls) == 1, clock, 1)
+    await q.unschedule(polls.task, key="7")
+    await q.schedule(polls.task, 8, when=Every(60), key="7")
+    await next_run(q, polls, clock, 2)
+    assert polls.calls == [(7, 60, 1), (8, 120, 1)]
+
+
+async def test_a_job_scheduled_with_another_rule_while_it_runs_is_answered_with_that_rule(
+    q: TinyQ, polls: Polls, clock: FakeClock
+) -> None:
+    polls.seconds = 3
+    await q.schedule(polls.task, 7, when=Every(60), key="7")
+    await eventually(lambda: len(polls.calls) == 1, clock, 1)
+    changed = await q.schedule(polls.task, 7, when=Cron("0 0 * * *"), key="7")
+    assert changed.rule == Cron("0 0 * * *")
+
+
+async def test_a_queue_changed_while_it_runs_takes_no_slot_from_any(clock: FakeClock, open_at: OpenAt, db: Path | None) -> None:
+    q = await open_at(db, queues={"a": 1, "b": 1})
+    polls = Polls(q, clock)
+    polls.seconds = 3
+    await q.schedule(polls.task, 7, when=Every(60), key="7", queue="a")
+    await eventually(lambda: len(polls.calls) == 1, clock, 1)
+    await q.schedule(polls.task, 7, when=Every(60), key="7", queue="b")
+    await next_run(q, polls, clock, 2)
+    async with asyncio.timeout(20):
+        while (await q.stats()).count(state="running"):
+            await clock.advance(1)
+    assert q._engine is not None
+    assert q._engine.crew._slots.named == {"a": 1, "b": 1}
+
+
+async def test_run_by_hand_while_it_runs_it_starts_beside(q: TinyQ, polls: Polls, clock: FakeClock) -> None:
+    polls.seconds = 3
+    schedule = await q.schedule(polls.task, 7, when=Every(60), key="7")
+    await eventually(lambda: len(polls.calls) == 1, clock, 1)
+    job = await schedule.run_now()
+    await eventually(lambda: len(polls.calls) == 2)
+    result = asyncio.create_task(job.result(20))
+    await eventually(result.done, clock, 1)
+    await result
+    await next_run(q, polls, clock, 3)
+    assert polls.fires[0] == 60 and polls.fires[2] == 120
+
+
+async def test_run_by_hand_after_a_failure_it_begins_without_a_history(q: TinyQ, polls: Polls, clock: FakeClock) -> None:
+    polls.error = ValueError("down")
+    schedule = await q.schedule(polls.task, 7, when=Every(60), key="7", retry=False)
+    await next_run(q, polls, clock, 1)
+    polls.error = None
+    job = await schedule.run_now()
+    await job.result(20)
+    assert polls.calls[1][2] == 1 and (await only(q)).stats.fired == 1
+
+
+async def test_paused_while_it_is_due_it_does_not_start(clock: FakeClock, open_at: OpenAt, db: Path | None) -> None:
+    q = await open_at(db, concurrency=1)
+    polls, other = Polls(q, clock), asyncio.Event()
+
+    @q.task
+    async def blocks() -> None:
+        await other.wait()
+
+    schedule = await q.schedule(polls.task, 7, when=Every(10), key="7")
+    await q.enqueue(blocks)
+    await eventually(lambda: q._engine is not None and len(q._engine.crew.running) == 1)
+    await clock.advance(15)
+    await schedule.pause()
+    other.set()
+    await clock.advance(30)
+    await eventually(lambda: q._engine is not None and not q._engine.crew.running)
+    assert polls.calls == []
+    await schedule.resume()
+    await next_run(q, polls, clock, 1)
+    assert polls.fires[0] >= 50
+
+
+# Lost workers
+
+
+@pytest.mark.parametrize("on_lost", ["retry", "dead"])
+async def test_a_worker_lost_once_does_not_keep_it_from_running_again(
+    open_file: Open, clock: FakeClock, file: Path, on_lost: Any
+) -> None:
+    q = await open_file(lease=4)
+    polls = Polls(q, clock, on_lost=on_lost)
+    await q.schedule(polls.task, 7, when=Every(60), key="7")
+    lose(file, clock)
+    await next_run(q, polls, clock, 3)
+    assert polls.fires[-3:] == ([120, 180, 240] if on_lost == "dead" else [60, 120, 180])
+    assert rows(file, "lost") == [(0,)]
+
+
+async def test_a_fire_time_on_which_workers_die_is_given_up_and_the_next_one_runs(
+    open_file: Open, clock: FakeClock, file: Path
+) -> None:
+    q = await open_file(lease=4)
+    polls = Polls(q, clock)
+    await q.schedule(polls.task, 7, when=Every(600), key="7", retry=Retry(max_attempts=2, base=1))
+    lose(file, clock, attempts=2)
+    await next_run(q, polls, clock, 1)
+    assert polls.calls == [(7, polls.fires[0], 1)]
+    assert (await only(q)).stats.failed == 1
+
+
+def lose(file: Path, clock: FakeClock, attempts: int = 1) -> None:
+    """As if a worker had claimed the job for its fire time and died."""
+    with closing(sqlite3.connect(file, isolation_level=None)) as db:
+        db.execute(
+            "UPDATE tinyq_jobs SET state = 'running', ready = NULL, worker = 'gone', lease = ?, claim_no = 1, attempts = ?",
+            (clock.time() + 1_000_000, attempts),
+        )
+
+
+# Rules that fail
+
+
+async def test_a_job_whose_rule_fails_is_stopped_alone(
+    open_file: Open, clock: FakeClock, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    q = await open_file()
+    polls = Polls(q, clock)
+    await q.schedule(polls.task, 7, when=Every(10), key="7")
+    await q.schedule(polls.task, 8, when=Every(10), key="8")
+    edit(file, "UPDATE tinyq_jobs SET recurrence = replace(recurrence, 'every 10.0', 'never 10.0') WHERE key LIKE '%7'")
+    await next_run(q, polls, clock, 3)
+    assert [number for number, _, _ in polls.calls] == [8, 8, 8]
+    told = [line for line in caplog.messages if "'never 10.0 0.0'" in line]
+    assert len(told) == 1
+
+
+async def test_a_rule_that_turns_bad_while_it_runs_does_not_hold_up_the_outcomes_of_others(
+    open_file: Open, clock: FakeClock, file: Path
+) -> None:
+    q = await open_file()
+    polls = Polls(q, clock)
+    polls.seconds = 3
+    await q.schedule(polls.task, 7, when=Every(10), key="7")
+    await q.schedule(polls.task, 8, when=Every(10), key="8")
+    await eventually(lambda: len(polls.calls) == 2, clock, 1)
+    edit(file, "UPDATE tinyq_jobs SET recurrence = replace(recurrence, 'every 10.0', 'never 10.0') WHERE key LIKE '%7'")
+    await eventually(lambda: len(polls.calls) == 4, clock, 1)
+    assert [number for number, _, _ in polls.calls][2:] == [8, 8]
+
+
+# Clocks
+
+
+@pytest.mark.parametrize("seconds", [-1, -59 * 60, -3 * 3600, -86_400])
+async def test_in_memory_it_keeps_its_pace_when_the_wall_clock_is_set_back(clock: FakeClock, seconds: float) -> None:
+    q = TinyQ(clock=clock)
+    polls = Polls(q, clock)
+    await q.start()
+    await q.schedule(polls.task, 7, when=Every(10), key="7")
+    await clock.advance(35)
+    clock.step_wall(seconds)
+    await clock.advance(120)
+    assert 11 <= len(polls.calls) <= 15
+    assert len(set(polls.fires)) == len(polls.fires)
+    await stopped_at_once(q, clock)
+
+
+@pytest.mark.parametrize("seconds", [1, 59 * 60, 3 * 3600, 86_400])
+async def test_in_memory_it_goes_on_within_a_minute_when_the_wall_clock_is_set_forward(clock: FakeClock, seconds: float) -> None:
+    q = TinyQ(clock=clock)
+    polls = Polls(q, clock)
+    await q.start()
+    await q.schedule(polls.task, 7, when=Every(3600), key="7")
+    await clock.advance(1)
+    clock.step_wall(seconds)
+    await clock.advance(60)
+    assert len(polls.calls) == (1 if seconds > 3600 else 0)
+    await clock.advance(3600)
+    assert len(polls.calls) == (2 if seconds > 3600 else 1)
+    await stopped_at_once(q, clock)
+
+
+# What it can be given
+
+
+async def test_a_key_has_up_to_255_characters_of_any_kind(q: TinyQ, polls: Polls, clock: FakeClock) -> None:
+    keys = ["k" * 255, "\u21bb 7", "ein/Schlüssel 'mit' \"allem\" %_;--", "🎈" * 255]
+    for n, key in enumerate(keys):
+        await q.schedule(polls.task, n, when=Every(10), key=key)
+        assert (await q.schedule(polls.task, n, when=Every(10), key=key)).created is False
+    assert [s.key for s in await q.schedules()] == keys
+    await next_run(q, polls, clock, 4)
+    for key in keys:
+        [found] = await q.schedules(polls.task, key)
+        assert found.key == key
+        await found.remove()
+    with pytest.raises(ValueError, match="key is"):
+        await q.schedule(polls.task, 1, when=Every(10), key="k" * 256)
+
+
+async def test_a_task_known_by_name_only_is_scheduled_for_those_who_have_it(
+    open_file: Open, clock: FakeClock, file: Path
+) -> None:
+    web = await open_file(worker=False)
+    await web.schedule("poll", 7, when=Every(10), key="7", durable=True)
+    worker = await open_file()
+    polls = Polls(worker, clock)
+    await next_run(worker, polls, clock, 2)
+    assert polls.fires == [10, 20]
+    assert await web.unschedule("poll", key="7") is True
+    assert await worker.schedules() == []
+
+
+async def test_arguments_arrive_as_their_annotations_say(q: TinyQ, clock: FakeClock) -> None:
+    seen: list[tuple[object, dict[str, str]]] = []
+
+    @q.task(name="typed")
+    async def typed(id: UUID) -> None:
+        seen.append((id, dict(tinyq.current_job().headers)))
+
+    q.on_enqueue(lambda headers: headers.update(trace="1"))
+    id = UUID(int=7)
+    await q.schedule(typed, id, when=Every(10), key="7", headers={"tenant": "a"})
+    await eventually(lambda: len(seen) == 2, clock, 1)
+    assert [given for given, _ in seen] == [id, id]
+    assert all(headers["tenant"] == "a" for _, headers in seen)
+
+
+async def test_a_fire_time_may_be_scheduled_from_a_handler_and_end_itself(q: TinyQ, polls: Polls, clock: FakeClock) -> None:
+    @q.task(name="starts")
+    async def starts() -> None:
+        await q.schedule(polls.task, 7, when=Every(10), key="7")
+
+    @q.task(name="once")
+    async def once() -> None:
+        await q.unschedule("once", key="o")
+
+    await (await q.enqueue(starts)).result(20)
+    await q.schedule(once, when=Every(10), key="o")
+    await next_run(q, polls, clock, 2)
+    assert [s.key for s in await q.schedules()] == ["7"]
+
+
+async def test_namespaces_keep_their_recurring_jobs_apart(clock: FakeClock, open_at: OpenAt, file: Path) -> None:
+    one, two = await open_at(file, namespace="one"), await open_at(file, namespace="two")
+    both = [Polls(one, clock), Polls(two, clock)]
+    for n, (q, polls) in enumerate(zip((one, two), both, strict=True)):
+        await q.schedule(polls.task, n, when=Every(10), key="same")
+    await eventually(lambda: all(len(polls.calls) >= 2 for polls in both), clock, 1)
+    assert [{number for number, _, _ in polls.calls} for polls in both] == [{0}, {1}]
+    await one.unschedule("poll", key="same")
+    assert (len(await one.schedules()), len(await two.schedules())) == (0, 1)
+
+
+async def test_a_renamed_task_takes_its_recurring_jobs_along(q: TinyQ, clock: FakeClock, db: Path | None) -> None:
+    old = Polls(q, clock)
+    await q.schedule(old.task, 7, when=Every(10), key="7")
+    await next_run(q, old, clock, 1)
+    if db is None:
+        return  # nothing outlives the process that could have another name for it
+    await stopped_at_once(q, clock)
+    again = TinyQ(db, clock=clock)
+    calls: list[int] = []
+
+    @again.task(name="renamed", aliases=["poll"])
+    async def renamed(number: int) -> None:
+        calls.append(number)
+
+    await again.start()
+    answer = await again.schedule(renamed, 7, when=Every(10), key="7")
+    assert (answer.created, answer.name) == (False, "renamed")
+    assert [s.name for s in await again.schedules()] == ["renamed"]
+    await eventually(lambda: len(calls) == 2, clock, 1)
+    assert await again.unschedule(renamed, key="7") is True
+    assert await again.schedules() == []
+    await stopped_at_once(again, clock)
+
+
+async def test_a_process_without_slots_for_the_queue_leaves_it_to_others(
+    clock: FakeClock, open_at: OpenAt, file: Path
+) -> None:
+    idle, busy = await open_at(file, queues={"polls": 0}), await open_at(file)
+    both = [Polls(q, clock, queue="polls") for q in (idle, busy)]
+    await idle.schedule(both[0].task, 7, when=Every(10), key="7")
+    await next_run(busy, both[1], clock, 3)
+    assert both[0].calls == []
+
+
+@pytest.mark.parametrize("grace", [0.0, 3600.0])
+async def test_in_memory_it_is_neither_promoted_nor_reported_lost_at_shutdown(
+    clock: FakeClock, file: Path, caplog: pytest.LogCaptureFixture, grace: float
+) -> None:
+    q = TinyQ(file, clock=clock)
+    polls = Polls(q, clock)
+    await q.start()
+    await q.schedule(polls.task, 7, when=Every(10), key="7", durable=False)
+    await next_run(q, polls, clock, 1)
+    await q.stop(grace=grace)
+    assert rows(file, "seq") == []
+    assert not [line for line in caplog.messages if "lost" in line]
+
+
+async def test_a_job_with_an_older_definition_of_its_own_never_gets_two_rows(
+    open_file: Open, clock: FakeClock, file: Path
+) -> None:
+    both = [await open_file(), await open_file()]
+    all_polls = [Polls(q, clock) for q in both]
+    for n in range(20):
+        await asyncio.gather(
+            *(q.schedule(polls.task, n, when=Every(10), key="7") for q, polls in zip(both, all_polls, strict=True))
+        )
+    assert len(rows(file, "seq")) == 1
+
+
+def late(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line for line in caplog.messages if "missed" in line]
+
+
+@pytest.mark.parametrize("options", [{}, {"misfire": "skip"}])
+async def test_what_many_jobs_missed_in_one_delay_is_said_in_one_line(
+    clock: FakeClock, open_at: OpenAt, db: Path | None, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    q = await open_at(db, concurrency=100)
+    polls = Polls(q, clock)
+    for n in range(30):
+        await q.schedule(polls.task, n, when=Every(10), key=str(n), **options)
+    clock.block(64)
+    await clock.advance(0)
+    ends: Callable[[], bool] = lambda: len(polls.calls) >= 30  # noqa: E731
+    await eventually(ends, clock, 1)
+    async with asyncio.timeout(20):
+        while (await q.stats()).count(state="running"):
+            await asyncio.sleep(0.001)
+    assert sum([s.stats.missed for s in await q.schedules()]) >= 150
+    assert 1 <= len(late(caplog)) <= 2
