@@ -1062,6 +1062,10 @@ class Clock(Protocol):
         ...
 
 
+LONGEST_SLEEP: Final = 60.0  # so that a step of the wall clock, or a suspended machine, is noticed
+STEP: Final = 1.0  # seconds by which the wall clock must jump back to count as set
+
+
 class SystemClock:
     """The machine's clocks."""
 
@@ -1132,6 +1136,10 @@ class Rule(Value):
         """How many fire times are later than `after`, but not than `now`; and the newest of them, at most `most`, in order."""
         raise NotImplementedError
 
+    def latest_at(self, now: int) -> int | None:
+        """The last fire time that is not later; None if there is none."""
+        raise NotImplementedError
+
     def as_text(self) -> str:
         """What `rule_from` makes an equal rule of; equal rules have the same text."""
         raise NotImplementedError
@@ -1188,6 +1196,10 @@ class Every(Rule):
         count = max(0, (now - first) // period + 1)
         return count, [first + i * period for i in range(max(0, count - most), count)]
 
+    def latest_at(self, now: int) -> int | None:
+        period = self.period
+        return now - (now - round(self.offset * 1e6)) % period
+
     def as_text(self) -> str:
         return f"every {self.seconds!r} {self.offset!r}"
 
@@ -1237,6 +1249,10 @@ class Cron(Rule):
         if len(newest) < most:
             return len(newest), newest[::-1]
         return table.count(first, last), newest[::-1]
+
+    def latest_at(self, now: int) -> int | None:
+        found = timetable(self.expression, self.tz).latest(now // 1_000_000)
+        return None if found is None else found * 1_000_000
 
     def as_text(self) -> str:
         return f"cron {self.tz} {self.expression}"
@@ -3077,6 +3093,7 @@ class MemoryStore:
         self.held: frozenset[str] = frozenset()  # the queues that are paused
         self.pending = 0
         self.recurring_pending = 0  # of these
+        self._drift = math.inf  # by how much the wall clock was ahead of the steady one
 
     async def open(self) -> None:
         """Nothing to open."""
@@ -3464,6 +3481,17 @@ class MemoryStore:
     async def close(self) -> None:
         """Nothing to close; rows that are left belong to whoever holds a handle."""
 
+    def keep_pace(self, now: int, steady: float) -> None:
+        """Intervals go on as they were when the wall clock has been set back since the last look."""
+        drift = now / 1e6 - steady
+        set_back, self._drift = drift < self._drift - STEP < math.inf, drift
+        for row in list(self._rows.values()) if set_back else ():
+            rule = rule_from(Recurrence.of(row.recurrence).rule) if row.recurrence and row.ready == LATER else None
+            if isinstance(rule, Every) and row.run_at - now > rule.period:
+                row.run_at = row.fire_time = rule.next_at(now - 1)
+                row.attempts = row.snoozes = row.interruptions = 0
+                self._enlist(row, now)
+
     @property
     def waiting(self) -> int:
         """How many jobs are pending that will be gone one day."""
@@ -3709,8 +3737,8 @@ MOVE_ON_AS_USUAL: Final = (
     "WHERE seq = ?"
 )
 RESCHEDULE: Final = (
-    "UPDATE tinyq_jobs SET task = :task, payload = :payload, payload_version = :payload_version, options = :options, headers = :headers, "
-    "queue = :queue, lane = :lane, priority = :priority, recurrence = :recurrence WHERE seq = :seq"
+    "UPDATE tinyq_jobs SET task = :task, payload = :payload, payload_version = :payload_version, options = :options, "
+    "headers = :headers, queue = :queue, lane = :lane, priority = :priority, recurrence = :recurrence WHERE seq = :seq"
 )
 AFRESH: Final = "attempts = 0, snoozes = 0, interruptions = 0"
 START_AFRESH: Final = (
@@ -6607,10 +6635,6 @@ def report(row: JobRow, outcome: Outcome, change: Settlement) -> None:
     if change.state is State.DEAD:
         fate = "failed for this fire time" if row.recurrence else "is dead"
         log.error("%s %s, %s: %s", label(row), fate, change.reason, change.error, exc_info=outcome.error)
-    elif outcome.kind == "missed" and row.ran is not None:
-        log.warning(
-            "%s missed %d fire times: it is %.1f s late", label(row), row.ran.missed, (row.ran.started - row.ran.fire_time) / 1e6
-        )
     elif outcome.kind in ("failed", "timeout"):
         log.warning("%s failed: %s; next start at %s", label(row), change.error, as_datetime(change.run_at))
     elif outcome.kind == "parked" and row.parked is None:
@@ -6746,6 +6770,17 @@ def on_signals(callback: Callable[[], None], *, chain: bool) -> Iterator[None]:
 POLL: Final = 0.2  # seconds between looks of somebody who waits, where nothing tells him
 WATCH: Final = 0.5  # how often the event loop's lag is looked at while jobs run
 LAG: Final = 1.0  # a loop that was blocked for longer is worth a warning
+MISSED_EACH: Final = 10.0  # seconds between two lines, at least, about recurring jobs that have missed fire times
+
+
+def tell_missed(kind: str, late: Sequence[tuple[str, int, int]]) -> None:
+    """One line for all that one delay has cost: names, how many fire times each has missed, how late it was (microseconds)."""
+    missed, delay = sum(missed for _, missed, _ in late), max((delay for _, _, delay in late), default=0) / 1e6
+    if len(late) == 1:
+        log.warning("%s %s missed %d fire times: it was %.1f s late", kind, late[0][0], missed, delay)
+    elif late:
+        names = ", ".join(name for name, _, _ in late[:5]) + ", …" * (len(late) > 5)
+        log.warning("%d %ss missed %d fire times: they were up to %.1f s late: %s", len(late), kind, missed, delay, names)
 
 
 class Crew:
@@ -6792,6 +6827,8 @@ class Crew:
         self._watch: asyncio.TimerHandle | None = None
         self._watched: dict[tuple[int, int, int | None], float] = {}
         self._stepped = (0, 0.0)
+        self._late: list[tuple[str, int, int]] = []  # recurring jobs that have missed fire times, to be told of
+        self._late_told = -math.inf
 
     async def claim(self, tier: Tier, now: int) -> float:
         """Take what is due and fits, and start it."""
@@ -6821,7 +6858,7 @@ class Crew:
             self.heed(claimed.paused)
         await self._start_all(tier, claimed.rows, now)
         due = math.inf if claimed.next_at is None else max(0.0, (claimed.next_at - now) / 1e6)
-        return min(due, SAFETY) if tier.durable else due
+        return min(due, SAFETY) if tier.durable else due if due == math.inf else min(due, LONGEST_SLEEP)
 
     def heed(self, paused: frozenset[str]) -> None:
         """Let best-effort jobs of a queue that is paused in the database wait as well."""
@@ -7047,6 +7084,8 @@ class Crew:
             if outcome is not DONE:
                 report(job, outcome, change)
             if job.recurrence:  # what becomes of it next is known to the store
+                if job.ran is not None and job.ran.missed:
+                    self._note_missed(job, job.ran)
                 job.state, job.ran = state, None
                 job.args = None if job.tier.durable else job.args
                 self.live.pop(job.id, None)
@@ -7062,6 +7101,16 @@ class Crew:
             if change.state is State.PENDING or job.key is not None:
                 job.tier.wake.set()
         self._leave(job, now)
+
+    def _note_missed(self, job: Running, ran: Ran) -> None:
+        """The first job that has missed fire times is named at once; what one delay has cost the others is one line."""
+        self._late.append((f"{job.task} {(job.key or '')[2:]!r}", ran.missed, ran.started - ran.fire_time))
+        if self._clock.monotonic() >= self._late_told + MISSED_EACH:
+            self._tell_missed()
+
+    def _tell_missed(self) -> None:
+        late, self._late, self._late_told = self._late, [], self._clock.monotonic()
+        tell_missed("recurring job", late)
 
     @property
     def unsettled(self) -> int:
@@ -7132,6 +7181,8 @@ class Crew:
         """Drop what was kept long enough."""
         while await tier.store.prune(now) >= 500 and not self.closing.is_set():
             pass  # each a short transaction of its own
+        if self._late:
+            self._tell_missed()
         return 60.0
 
     async def leases(self, tier: Tier, now: int) -> float:
@@ -7224,9 +7275,6 @@ class Crew:
 # Turns fire times into jobs. Fire times follow from the rule alone, the same in every process; which of those that have passed
 # are run is the misfire policy's, whether one may start beside the last is the store's, which sees them all. There is no leader.
 
-LONGEST_SLEEP: Final = 60.0  # so that a step of the wall clock, or a suspended machine, is noticed
-STEP: Final = 1.0  # seconds by which the wall clock must jump back to count as set
-LONGEST_PERIOD: Final = 9 * 366 * 86_400_000_000  # microseconds: from one 29 February to the next over a year 2100
 
 
 class Periodic(Record):
@@ -7271,9 +7319,8 @@ class Periodic(Record):
 
     def begin(self, now: int) -> int:
         """The moment that stands for its last fire time if none is recorded."""
-        if self.immediate and (passed := self.rule.passed(now - LONGEST_PERIOD, now, 1)[1]):
-            return passed[-1] - 1
-        return now
+        latest = self.rule.latest_at(now) if self.immediate else None
+        return now if latest is None else latest - 1
 
     def arm(self, since: int) -> None:
         """Deal with the fire times after this moment."""
@@ -7427,18 +7474,10 @@ class Scheduler:
 
     @staticmethod
     def _note_missed(late: Sequence[tuple[Periodic, int, int]]) -> None:
-        """One line for all that one delay has cost."""
         for periodic, missed, _ in late:
             periodic.missed += missed
-        if len(late) == 1:
-            periodic, missed, delay = late[0]
-            log.warning("schedule %s missed %d fire times: it was %.1f s late", periodic.name, missed, delay / 1e6)
-        elif late:
-            names = ", ".join(periodic.name for periodic, _, _ in late[:5]) + ", …" * (len(late) > 5)
-            missed, delay = sum(missed for _, missed, _ in late), max(delay for _, _, delay in late)
-            log.warning(
-                "%d schedules missed %d fire times: they were up to %.1f s late: %s", len(late), missed, delay / 1e6, names
-            )
+        if late:
+            tell_missed("schedule", [(periodic.name, missed, delay) for periodic, missed, delay in late])
 
     def _note(self, periodic: Periodic, moment: int, answer: Inserted) -> None:
         if answer is FIRED:
@@ -7587,8 +7626,8 @@ class Intake:
 
     def make_recurring(self, row: JobRow, key: str, recurrence: Recurrence, immediate: bool) -> None:
         now, rule = row.created, rule_from(recurrence.rule)
-        passed = rule.passed(now - LONGEST_PERIOD, now, 1)[1] if immediate else []
-        row.run_at = row.fire_time = passed[-1] if passed else rule.next_at(now)
+        latest = rule.latest_at(now) if immediate else None
+        row.run_at = row.fire_time = rule.next_at(now) if latest is None else latest
         row.key, row.recurrence, row.context = f"{RECURS}{key}", recurrence.as_text(), None
         row.expires = None  # which its task may have, and which is counted from now: how late it may be is misfire_grace
 
@@ -8357,6 +8396,8 @@ class Engine(Inquiries):
         self._loops.append(self.loop.create_task(loop, name=f"tinyq {name}", context=contextvars.Context()))
 
     async def _claim(self, tier: Tier, now: int) -> float:
+        if not tier.durable and self.memory_store.recurring_pending:
+            self.memory_store.keep_pace(now, self.clock.monotonic())
         seconds = await self.crew.claim(tier, now)
         if not tier.durable:
             self._room_freed()
