@@ -2822,8 +2822,8 @@ class Store(Protocol):
         ...
 
     async def define(self, schedules: Sequence[tuple[str, str, int]], now: int) -> Mapping[str, ScheduleRecord]:
-        """Record (name, rule, moment): the newest definition holds. One that is new, or another than before, has as its last fire
-        time this moment; the same one as before keeps what it has. Answers what is recorded now."""
+        """Record (name, rule, moment): the newest definition holds. One that is new has as its last fire time this moment, one
+        that is another than before has now; the same one as before keeps what it has. Answers what is recorded now."""
         ...
 
     async def suspend(self, schedule: str, paused: bool, now: int) -> None:
@@ -3087,7 +3087,8 @@ class MemoryStore:
         self._finished: deque[JobRow] = deque()
         self._keys: dict[tuple[str, str, State], JobRow] = {}
         self._schedules: dict[str, tuple[ScheduleRecord, str | None]] = {}
-        self._occurrences: dict[str, JobRow] = {}
+        self._occurrences: dict[str, JobRow] = {}  # the last run of each schedule
+        self._others: dict[str, list[JobRow]] = {}  # and those before it that are not over
         self._changes: dict[int, JobRow] = {}  # what running recurring jobs, by seq, are to be from their next run on
         self._seq = itertools.count(1)
         self.held: frozenset[str] = frozenset()  # the queues that are paused
@@ -3110,15 +3111,14 @@ class MemoryStore:
     def _insert_one(self, row: JobRow, now: int) -> Inserted:
         superseded = False
         if row.schedule is not None and row.by_hand:
-            self._occurrences[row.schedule] = row
+            self._note_run(row.schedule, row)
         elif row.schedule is not None:
             if row.fire_time is not None and (refusal := self._fire(row.schedule, row.rule, row.fire_time)):
                 return Inserted(row, refusal)
-            last = self._occurrences.get(row.schedule)
-            superseded = last is not None and self._supersede(last, now)
-            if row.overlap == "skip" and row.fire_time is not None and last is not None and last.finished is None:
+            superseded = sum(self._supersede(run, now) for run in self._runs(row.schedule)) > 0  # all of them, not the first
+            if row.overlap == "skip" and row.fire_time is not None and self._runs(row.schedule):
                 return Inserted(row, "overlap")
-            self._occurrences[row.schedule] = row
+            self._note_run(row.schedule, row)
         held = False
         if row.recurrence is not None and (known := next(filter(None, self._same_key(row)), None)):
             return Inserted(known, self._reschedule(known, row, now))
@@ -3141,6 +3141,19 @@ class MemoryStore:
         self._add(row)
         self._become_pending(row, now, HELD if held else None)
         return Inserted(row, "created", superseded)
+
+    def _runs(self, schedule: str) -> list[JobRow]:
+        """Those that are not over."""
+        last = self._occurrences.get(schedule)
+        runs = [*self._others.get(schedule, ()), *((last,) if last is not None else ())]
+        return [run for run in runs if run.finished is None]
+
+    def _note_run(self, schedule: str, row: JobRow) -> None:
+        if others := self._runs(schedule):
+            self._others[schedule] = others
+        else:
+            self._others.pop(schedule, None)
+        self._occurrences[schedule] = row
 
     def _fire(self, name: str, rule: str | None, fire_time: int) -> Literal["lost", "paused", "stale"] | None:
         record, known = self._schedules.get(name, (ScheduleRecord(-1, False), None))
@@ -3176,7 +3189,7 @@ class MemoryStore:
         record, rule = self._schedules.get(name, (None, None))
         last = self._occurrences.get(name)
         ready = record is not None and not record.paused and record.last < cast(int, row.fire_time) and rule == row.rule
-        if not ready or row.by_hand or (last is not None and last.finished is None):
+        if not ready or row.by_hand or (last is not None and last.finished is None) or name in self._others:
             return False
         self._schedules[name] = ScheduleRecord(cast(int, row.fire_time), False), rule
         self._occurrences[name] = row
@@ -3429,8 +3442,10 @@ class MemoryStore:
     async def define(self, schedules: Sequence[tuple[str, str, int]], now: int) -> Mapping[str, ScheduleRecord]:
         for name, rule, moment in schedules:
             record, known = self._schedules.get(name, (None, None))
-            if record is None or known not in (None, rule):
-                record = ScheduleRecord(max(moment, record.last if record else moment), record is not None and record.paused)
+            if record is None:
+                record = ScheduleRecord(moment, False)
+            elif known not in (None, rule):
+                record = record._replace(last=max(now, record.last))
             self._schedules[name] = record, rule
         return {name: self._schedules[name][0] for name, _, _ in schedules}
 
@@ -3648,7 +3663,7 @@ FIRE: Final = (
 DEFINE: Final = (
     "INSERT INTO tinyq_schedules (namespace, name, rule, last_fire) VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE "
     "SET rule = excluded.rule, last_fire = CASE WHEN coalesce(rule = excluded.rule, 1) THEN last_fire "
-    "ELSE max(last_fire, excluded.last_fire) END RETURNING last_fire, paused"
+    "ELSE max(last_fire, ?) END RETURNING last_fire, paused"
 )
 SUSPEND: Final = (
     "INSERT INTO tinyq_schedules (namespace, name, last_fire, paused) VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE "
@@ -4930,7 +4945,9 @@ class SQLiteStore:
 
     async def define(self, schedules: Sequence[tuple[str, str, int]], now: int) -> Mapping[str, ScheduleRecord]:
         def write(db: sqlite3.Connection) -> Mapping[str, ScheduleRecord]:
-            found = ((name, db.execute(DEFINE, (self._namespace, name, rule, at)).fetchone()) for name, rule, at in schedules)
+            found = (
+                (name, db.execute(DEFINE, (self._namespace, name, rule, at, now)).fetchone()) for name, rule, at in schedules
+            )
             return {name: ScheduleRecord(last, bool(paused)) for name, (last, paused) in found}
 
         return await self._write(write)
@@ -7106,9 +7123,9 @@ class Crew:
         """The first job that has missed fire times is named at once; what one delay has cost the others is one line."""
         self._late.append((f"{job.task} {(job.key or '')[2:]!r}", ran.missed, ran.started - ran.fire_time))
         if self._clock.monotonic() >= self._late_told + MISSED_EACH:
-            self._tell_missed()
+            self.tell_missed()
 
-    def _tell_missed(self) -> None:
+    def tell_missed(self) -> None:
         late, self._late, self._late_told = self._late, [], self._clock.monotonic()
         tell_missed("recurring job", late)
 
@@ -7182,7 +7199,7 @@ class Crew:
         while await tier.store.prune(now) >= 500 and not self.closing.is_set():
             pass  # each a short transaction of its own
         if self._late:
-            self._tell_missed()
+            self.tell_missed()
         return 60.0
 
     async def leases(self, tier: Tier, now: int) -> float:
@@ -7276,7 +7293,6 @@ class Crew:
 # are run is the misfire policy's, whether one may start beside the last is the store's, which sees them all. There is no leader.
 
 
-
 class Periodic(Record):
     """One schedule, and what it has done in this process."""
 
@@ -7309,7 +7325,8 @@ class Periodic(Record):
     def stats(self) -> ScheduleStats:
         return ScheduleStats(
             name=self.name, fired=self.fired, skipped=self.skipped, missed=self.missed, last=as_datetime(self.last),
-            next=None if self.ended else as_datetime(self.next or None), superseded=self.superseded, paused=self.paused,
+            next=None if self.ended or self.paused else as_datetime(self.next or None), superseded=self.superseded,
+            paused=self.paused,
         )  # fmt: skip
 
     def afresh(self) -> Periodic:
@@ -7408,13 +7425,21 @@ class Scheduler:
         """An interval of this process alone keeps its pace when the wall clock is set back. What is recorded in a database does
         not: a fire time that has been run is not run again."""
         drift = now / 1e6 - self._clock.monotonic()
-        set_back, self._drift = drift < self._drift - STEP < math.inf, drift
-        if set_back and not self._tier.durable:
-            for _, _, periodic in self._heap:
-                if isinstance(periodic.rule, Every) and periodic.next - now > periodic.rule.period:
-                    await self._tier.store.undefine(periodic.name)
-                    periodic.arm(now - 1)
-            self._sort()
+        back, self._drift = self._drift - drift, drift
+        if not STEP < back < math.inf:
+            return
+        for _, _, periodic in self._heap if not self._tier.durable else ():
+            if isinstance(periodic.rule, Every) and periodic.next - now > periodic.rule.period:
+                await self._tier.store.undefine(periodic.name)
+                periodic.arm(now - 1)
+        self._sort()
+        waiting = sum(periodic.since - now > LATENESS[0] * 1e6 for _, _, periodic in self._heap)
+        if waiting:
+            log.warning(
+                "the clock was set back by %.1f s: %d schedules fire again once it is past what they have fired for",
+                back,
+                waiting,
+            )
 
     async def _enroll(self, now: int) -> None:
         """Define what is new, and go on from the last fire time that is recorded of it, which may be from before a restart."""
@@ -7519,6 +7544,8 @@ NEEDS_DATABASE: Final = "durable=True needs a database: give db='jobs.db' to lif
 class Intake:
     """The engine's way in."""
 
+    _thread: int  # of the event loop
+
     def __init__(self, config: Config, handlers: Mapping[str, Handler], loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.loop = loop or asyncio.get_running_loop()
         self.config = config
@@ -7573,6 +7600,13 @@ class Intake:
     def settings_of(self, row: JobRow, handler: Handler) -> Settings:
         """All options of a stored job: the defaults, its task's, and what its enqueue said about the run."""
         return resolve(self.config, handler, decode_overrides(row.options)) if row.options else self.settings(handler)
+
+    def in_loop(self, call: Callable[[T], object], given: T) -> None:
+        """Make a call that wakes loops: a plain function that registers something does so in a thread."""
+        if threading.get_ident() == self._thread:
+            call(given)
+        else:
+            self.loop.call_soon_threadsafe(call, given)
 
     def learn(self, handler: Handler) -> None:
         """Let claims take jobs of this task."""
@@ -8543,6 +8577,7 @@ class Engine(Inquiries):
                 if not waiter.done():
                     waiter.set_result(None)
         self.crew.stop_watching()
+        self.crew.tell_missed()
         if self.pulse is not None:
             await self.pulse.stop()
         if self.durable_store is not None:
@@ -8885,6 +8920,9 @@ class KitEngine(Engine):
     def require_loop(self) -> None:
         """Any will do."""
 
+    def in_loop(self, call: Callable[[T], object], given: T) -> None:
+        call(given)
+
     def start_at_once(self, row: SimpleRow, handler: Handler, settings: Settings) -> bool:
         row.wait()
         return False
@@ -9222,10 +9260,13 @@ class Schedule:
         raise NotImplementedError
 
     def next_fires(self, n: int = 5) -> list[datetime]:
-        """The next n fire times, aware, in UTC. Looks at nothing and changes nothing."""
+        """The next n fire times by the rule, paused or not, aware, in UTC; fewer if there are no more before the year 10,000.
+        Looks at nothing and changes nothing."""
         fires, moment = [], max(self._since(), self._engine.clock.time())
         for _ in range(whole(n, "n", 0)):
             moment = self.rule.next_at(moment)
+            if moment >= FOREVER:
+                break
             fires.append(cast(datetime, as_datetime(moment)))
         return fires
 
@@ -9693,7 +9734,7 @@ class TinyQ:
         with contextlib.suppress(TypeError):  # not hashable: it can be enqueued through its Task only
             self._of_functions[handler.fn] = handler
         if self._engine is not None:
-            self._engine.learn(handler)
+            self._engine.in_loop(self._engine.learn, handler)
         return (AsyncTask if handler.is_async else Task)(self, handler)
 
     def every(
@@ -9765,7 +9806,7 @@ class TinyQ:
         choice(how["overlap"], "overlap", "skip", "queue", "allow")
         choice(how["misfire"], "misfire", "latest", "all", "skip")
         grace = how.pop("misfire_grace")
-        how["grace"] = None if grace is None else duration(grace, "misfire_grace", infinite=True)
+        how["grace"] = None if grace is None else duration(grace, "misfire_grace", zero=False, infinite=True)
         flag(how["immediate"], "immediate")
         flag(how["per_process"], "per_process")
         refuse_tx(checked, where)
@@ -9782,7 +9823,7 @@ class TinyQ:
             )  # fmt: skip
             self._schedules.append(schedule)
             if self._engine is not None:
-                self._engine.add_schedule(schedule)
+                self._engine.in_loop(self._engine.add_schedule, schedule)
             return task
 
         return cast(Decorator, register)
@@ -10160,7 +10201,7 @@ class TinyQ:
             raise TypeError(f"schedule(): when is {when!r}: give tinyq.Every(…) or tinyq.Cron(…)")
         choice(overlap, "overlap", "skip", "queue")
         choice(misfire, "misfire", "latest", "all", "skip")
-        grace = None if misfire_grace is None else duration(misfire_grace, "misfire_grace", infinite=True)
+        grace = None if misfire_grace is None else duration(misfire_grace, "misfire_grace", zero=False, infinite=True)
         recurrence = Recurrence(when.as_text(), overlap, misfire, grace)
         engine, options = self._running(), check_options(given, "schedule()")
         options.setdefault("durable", engine.durable is not None)

@@ -427,7 +427,7 @@ async def test_a_retried_schedule_gets_its_attempts_anew_each_fire_time(clock: F
     [
         ({"overlap": "wait"}, "overlap is 'wait': give one of 'skip', 'queue', 'allow'"),
         ({"misfire": "never"}, "misfire is 'never': give one of 'latest', 'all', 'skip'"),
-        ({"misfire_grace": -1}, "misfire_grace is -1: it must not be negative"),
+        ({"misfire_grace": -1}, "misfire_grace is -1: it must be greater than zero"),
     ],
 )
 def test_a_policy_that_does_not_exist_is_refused(options: dict[str, Any], message: str) -> None:

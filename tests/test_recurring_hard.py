@@ -2,7 +2,6 @@
 
 import asyncio
 import sqlite3
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -390,9 +389,7 @@ async def test_a_renamed_task_takes_its_recurring_jobs_along(q: TinyQ, clock: Fa
     await stopped_at_once(again, clock)
 
 
-async def test_a_process_without_slots_for_the_queue_leaves_it_to_others(
-    clock: FakeClock, open_at: OpenAt, file: Path
-) -> None:
+async def test_a_process_without_slots_for_the_queue_leaves_it_to_others(clock: FakeClock, open_at: OpenAt, file: Path) -> None:
     idle, busy = await open_at(file, queues={"polls": 0}), await open_at(file)
     both = [Polls(q, clock, queue="polls") for q in (idle, busy)]
     await idle.schedule(both[0].task, 7, when=Every(10), key="7")
@@ -440,10 +437,7 @@ async def test_what_many_jobs_missed_in_one_delay_is_said_in_one_line(
         await q.schedule(polls.task, n, when=Every(10), key=str(n), **options)
     clock.block(64)
     await clock.advance(0)
-    ends: Callable[[], bool] = lambda: len(polls.calls) >= 30  # noqa: E731
-    await eventually(ends, clock, 1)
-    async with asyncio.timeout(20):
-        while (await q.stats()).count(state="running"):
-            await asyncio.sleep(0.001)
+    await eventually(lambda: len(polls.calls) >= (0 if options else 30), clock, 1)
+    await next_run(q, polls, clock, 30)
     assert sum([s.stats.missed for s in await q.schedules()]) >= 150
     assert 1 <= len(late(caplog)) <= 2
