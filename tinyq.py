@@ -3629,8 +3629,8 @@ MIGRATIONS: Final = (
             id TEXT PRIMARY KEY, namespace TEXT NOT NULL, port INTEGER, started INTEGER NOT NULL, seen INTEGER NOT NULL
         ) STRICT""",
     ),
+    ("ALTER TABLE tinyq_jobs ADD COLUMN progress TEXT",),
     (
-        "ALTER TABLE tinyq_jobs ADD COLUMN progress TEXT",
         "ALTER TABLE tinyq_schedules ADD COLUMN rule TEXT",  # unknown: of a file from before
         "ALTER TABLE tinyq_schedules ADD COLUMN paused INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE tinyq_jobs ADD COLUMN recurrence TEXT",

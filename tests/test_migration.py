@@ -3,10 +3,12 @@
 import asyncio
 import sqlite3
 from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from clock import FakeClock
 from helpers import eventually
 
 import tinyq
@@ -131,7 +133,7 @@ async def test_an_old_file_ends_with_the_tables_of_a_new_one(old: Path, tmp_path
     assert [row for row in rows(old, schema) if row[1] not in ("tinyq_meta", "tinyq_schedules")] == [
         row for row in rows(new, schema) if row[1] not in ("tinyq_meta", "tinyq_schedules")
     ]
-    assert rows(old, "SELECT * FROM tinyq_meta") == rows(new, "SELECT * FROM tinyq_meta") == [("schema", 3)]
+    assert rows(old, "SELECT * FROM tinyq_meta") == rows(new, "SELECT * FROM tinyq_meta") == [("schema", 4)]
 
 
 async def test_the_jobs_of_a_file_of_version_2_have_told_of_no_progress(tmp_path: Path) -> None:
@@ -148,4 +150,35 @@ async def test_the_jobs_of_a_file_of_version_2_have_told_of_no_progress(tmp_path
         job = await q.get((bytes([1]) * 16).hex())
         assert (job.task, job.progress) == ("note", None)
     assert rows(path, "SELECT progress FROM tinyq_jobs") == [(None,)]
-    assert rows(path, "SELECT value FROM tinyq_meta") == [(3,)]
+    assert rows(path, "SELECT value FROM tinyq_meta") == [(4,)]
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+async def test_a_schedule_of_an_older_file_goes_on_from_its_last_fire_time(tmp_path: Path, version: int) -> None:
+    path = tmp_path / "older.db"
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        for statements in tinyq.MIGRATIONS[:version]:
+            for statement in statements:
+                db.execute(statement)
+        db.execute("INSERT INTO tinyq_meta VALUES ('schema', ?)", (version,))
+        db.execute("INSERT INTO tinyq_schedules VALUES ('default', 'tick', ?)", (NOW,))
+        db.commit()
+    clock = FakeClock("2026-01-01T12:59:59+00:00")  # NOW is noon
+    fires: list[datetime | None] = []
+    q = TinyQ(path, clock=clock)
+
+    @q.every(3600, name="tick", immediate=True)
+    async def tick() -> None:
+        fires.append(tinyq.current_job().fire_time)
+
+    @q.task(name="poll")
+    async def poll(number: int) -> None:
+        fires.append(None)
+
+    async with q:
+        await eventually(lambda: rows(path, "SELECT rule FROM tinyq_schedules") == [("every 3600.0 0.0",)])
+        assert fires == []
+        await q.schedule(poll, 7, when=tinyq.Every(3600), key="7")
+        await eventually(lambda: len(fires) == 2, clock, 1)
+    assert datetime(2026, 1, 1, 13, tzinfo=UTC) in fires
