@@ -9295,7 +9295,7 @@ class Schedule:
 
     async def remove(self) -> None:
         """Fire no more. A decorated function fires no more in this process, and its record is forgotten: where it is still
-        defined, other processes go on with it, and so does this one after its next start. A recurring job is gone for all."""
+        defined, other processes go on with it, and so does this one once it is run anew. A recurring job is gone for all."""
         raise NotImplementedError
 
 
@@ -10189,7 +10189,8 @@ class TinyQ:
         job that fails for good is logged, and comes again. Only `unschedule`, or Cancel from the handler, ends it.
 
         overlap: fire times during its own run are skipped (default), or "queue": the last one is run right after.
-        immediate: begin with the fire time that has passed last. misfire, misfire_grace: as for `every`.
+        immediate: begin with the fire time that has passed last. misfire, misfire_grace: as for `every`; `expires` of its task
+            does not count. A job whose rule this installation does not know waits up to an hour for one that does.
         Options of a job, but those that say when, are taken as keywords, as by `enqueue`; so are the handler's own. Raises as
         `enqueue`.
         """
