@@ -3501,7 +3501,7 @@ class MemoryStore:
         drift = now / 1e6 - steady
         set_back, self._drift = drift < self._drift - STEP < math.inf, drift
         for row in list(self._rows.values()) if set_back else ():
-            rule = rule_from(Recurrence.of(row.recurrence).rule) if row.recurrence and row.ready == LATER else None
+            rule = rule_from(recurrence_of(row.recurrence).rule) if row.recurrence and row.ready == LATER else None
             if isinstance(rule, Every) and row.run_at - now > rule.period:
                 row.run_at = row.fire_time = rule.next_at(now - 1)
                 row.attempts = row.snoozes = row.interruptions = 0
