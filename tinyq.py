@@ -10922,7 +10922,8 @@ class Stay:
 
 
 def at_work() -> list[TinyQ]:
-    return [q for q in _started if q._engine is not None and q._engine.phase != "stopped"]
+    engines = ((q, q._engine) for q in _started)
+    return [q for q, engine in engines if engine is not None and engine.phase != "stopped" and not engine.loop.is_closed()]
 
 
 async def first(*ones: asyncio.Future[Any]) -> None:

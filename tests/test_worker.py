@@ -366,6 +366,13 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return command
 
 
+def test_a_tinyq_whose_event_loop_has_ended_is_not_served(command: Callable[..., str]) -> None:
+    q = tinyq.TinyQ()
+    asyncio.run(q.start())
+    assert "started no TinyQ" in command("apps:api.app")
+    assert q in tinyq._started
+
+
 @pytest.mark.parametrize(
     ("target", "expected", "cause"),
     [
