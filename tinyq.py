@@ -7737,10 +7737,10 @@ class Intake:
             self.crew.live[row.id] = row
         answers = await tier.store.insert(rows, now)
         tier.wake.set()
-        created = (answer.verdict == "created" for answer in answers)
+        own = (answer.verdict == "created" or answer.row.recurrence is not None for answer in answers)
         return [
-            answer if new else answer._replace(row=self.crew.known(answer.row))
-            for new, answer in zip(created, answers, strict=True)
+            answer if as_it_is else answer._replace(row=self.crew.known(answer.row))  # (a run under way has its own recurrence)
+            for as_it_is, answer in zip(own, answers, strict=True)
         ]
 
     def add(self, row: JobRow) -> Awaitable[Any]:

@@ -228,6 +228,7 @@ async def test_a_cancelled_job_is_killed_and_its_slot_is_free(open_at: OpenAt, c
 
 
 async def test_a_job_that_is_told_to_stop_before_its_process_has_started_is_killed(open_at: OpenAt, tmp_path: Path) -> None:
+    before = children()  # of other tests, such as multiprocessing's tracker
     q = await open_at(None)
     job = await q.task(run_in="process")(process_tasks.hang).enqueue(str(tmp_path / "pids"))
     await asyncio.sleep(0)
@@ -235,7 +236,7 @@ async def test_a_job_that_is_told_to_stop_before_its_process_has_started_is_kill
     async with asyncio.timeout(30):
         with pytest.raises(JobCancelled):
             await job.result()
-    assert children() == []
+    assert set(children()) <= set(before)
 
 
 async def test_a_sigterm_to_the_whole_service_does_not_end_a_process_that_is_just_starting(
