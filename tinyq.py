@@ -3360,6 +3360,7 @@ class MemoryStore:
             change = heeding(change, row.cancel_at)
             if row.recurrence is not None:
                 change, row.tally, row.fire_time = recur_or_wait(change, row.recurrence, row.tally, row.fire_time or 0, now)
+                row.cancel_at = None  # it came too late, if at all
                 told = self._changes.pop(row.seq, row) if self._changes else row
                 row.__dict__.update((name, getattr(told, name)) for name in TOLD if told is not row)
             successor = self._same_key(row)[0] if row.key is not None else None
@@ -3770,12 +3771,13 @@ SETTLE: Final = (
 )
 MOVE_ON: Final = (
     "UPDATE tinyq_jobs SET state = ?, ready = ?, run_at = ?, attempts = ?, snoozes = ?, interruptions = ?, lost = ?, parked = ?, "
-    "reason = ?, error = ?, traceback = ?, fire_time = ?, tally = ?, progress = NULL, lease = NULL WHERE seq = ?"
+    "reason = ?, error = ?, traceback = ?, fire_time = ?, tally = ?, progress = NULL, cancel_at = NULL, lease = NULL "
+    "WHERE seq = ?"
 )
 MOVE_ON_AS_USUAL: Final = (
     "UPDATE tinyq_jobs SET state = 'pending', ready = 0, run_at = ?, fire_time = ?, tally = ?, attempts = 0, snoozes = 0, "
-    "interruptions = 0, lost = 0, parked = NULL, reason = NULL, error = NULL, traceback = NULL, progress = NULL, lease = NULL "
-    "WHERE seq = ?"
+    "interruptions = 0, lost = 0, parked = NULL, reason = NULL, error = NULL, traceback = NULL, progress = NULL, "
+    "cancel_at = NULL, lease = NULL WHERE seq = ?"
 )
 RESCHEDULE: Final = (
     "UPDATE tinyq_jobs SET task = :task, payload = :payload, payload_version = :payload_version, options = :options, "

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from clock import FakeClock
 from conftest import OpenAt
-from helpers import Open, eventually, rows, stopped_at_once
+from helpers import Open, edit, eventually, rows, stopped_at_once
 
 import tinyq
 from tinyq import Cancel, Every, JobNotFound, RecurringJob, Retry, Snooze, TinyQ
@@ -353,6 +353,20 @@ async def test_a_run_whose_worker_was_lost_is_repeated_and_the_next_fire_time_fo
         )
     await next_run(q, polls, clock, 2)
     assert polls.calls == [(7, 60, 2), (7, 120, 1)]
+
+
+async def test_a_cancel_that_comes_too_late_for_one_run_leaves_the_next_alone(
+    open_file: Open, clock: FakeClock, file: Path
+) -> None:
+    q = await open_file()
+    polls = Polls(q, clock)
+    polls.seconds = 3
+    await q.schedule(polls.task, 7, when=Every(10), key="7")
+    await eventually(lambda: len(polls.calls) == 1, clock, 1)
+    edit(file, "UPDATE tinyq_jobs SET cancel_at = ?", clock.time())  # as another process does that asks for it
+    await eventually(lambda: rows(file, "cancel_at, state") == [(None, "pending")], clock, 0.5)
+    await next_run(q, polls, clock, 2)
+    assert polls.fires == [10, 20]
 
 
 async def test_it_is_one_row_however_often_it_has_run(open_file: Open, clock: FakeClock, file: Path) -> None:
