@@ -3765,9 +3765,9 @@ DONE_WITH: Final = (
 )
 DELETE: Final = "DELETE FROM tinyq_jobs WHERE seq IN (SELECT value FROM json_each(?))"
 SETTLE: Final = (
-    "UPDATE tinyq_jobs SET state = ?1, ready = ?, run_at = ?, attempts = ?, snoozes = ?, interruptions = ?, lost = ?, "
+    "UPDATE tinyq_jobs SET state = ?, ready = ?, run_at = ?, attempts = ?, snoozes = ?, interruptions = ?, lost = ?, "
     "parked = ?, reason = ?, error = ?, traceback = ?, result = ?, keep_until = ?, finished = ?, lease = NULL, "
-    "progress = CASE WHEN ?1 <> 'pending' THEN progress END WHERE seq = ?"
+    "progress = CASE WHEN ? THEN progress END WHERE seq = ?"
 )
 MOVE_ON: Final = (
     "UPDATE tinyq_jobs SET state = ?, ready = ?, run_at = ?, attempts = ?, snoozes = ?, interruptions = ?, lost = ?, parked = ?, "
@@ -4188,7 +4188,8 @@ def pending_values(change: Settlement, ready: int | None) -> tuple[Any, ...]:
 def write_settlement(db: sqlite3.Connection, change: Settlement, now: int) -> None:
     ready = claimable(change.run_at, change.lost, now) if change.state is State.PENDING else None
     ends = (None, None) if change.state is State.PENDING else (change.keep_until, now)
-    db.execute(SETTLE, (*pending_values(change, ready), change.result, *ends, change.seq))
+    keeps_progress = change.state is not State.PENDING
+    db.execute(SETTLE, (*pending_values(change, ready), change.result, *ends, keeps_progress, change.seq))
 
 
 def settle_keyed(db: sqlite3.Connection, namespace: str, change: Settlement, task_name: str, key: str, now: int) -> State:
