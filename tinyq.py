@@ -8026,6 +8026,7 @@ class Inquiries(Intake):
         found = await self.memory_store.get([id])
         if found or self.durable is None:
             return found[0] if found else None
+        existed = False
         for _ in range(5):
             written = self.crew.written
             found = await self.durable.store.get([id])
@@ -8033,6 +8034,9 @@ class Inquiries(Intake):
                 return self.crew.running[id]
             if written == self.crew.written:  # else it may have ended here since it was read, and nobody would tell its handle
                 break
+            existed = existed or bool(found)
+        if not found and existed:  # it has ended here at this moment, and a handle may know how
+            return self.crew.live.get(id)
         return self.crew.known(found[0]) if found else None
 
     async def exists(self, row: JobRow) -> bool:
