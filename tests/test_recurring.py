@@ -358,7 +358,7 @@ async def test_a_run_whose_worker_was_lost_is_repeated_and_the_next_fire_time_fo
 async def test_a_cancel_that_comes_too_late_for_one_run_leaves_the_next_alone(
     open_file: Open, clock: FakeClock, file: Path
 ) -> None:
-    q = await open_file()
+    q = await open_file(lease=3600)  # so that no renewal sees it while the run goes on
     polls = Polls(q, clock)
     polls.seconds = 3
     await q.schedule(polls.task, 7, when=Every(10), key="7")
