@@ -86,7 +86,6 @@ from collections import Counter, abc, deque, namedtuple
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta, tzinfo
 from enum import StrEnum
-from types import SimpleNamespace
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -915,7 +914,7 @@ class Handler(Record):
 
     @functools.cached_property
     def codecs(self) -> Codecs | None:
-        """What its annotations say of arguments; None if those are JSON as they are."""
+        """What its annotations say of arguments, see section 8; None if those are JSON as they are."""
         return codecs_of(self)
 
     @functools.cached_property
@@ -2043,19 +2042,34 @@ def class_hints(kind: Any) -> dict[str, Any]:
     return found
 
 
+def core_of(call: Any) -> Any:
+    """What is behind any number of partials."""
+    while isinstance(call, functools.partial):
+        call = call.func
+    return call
+
+
+def body_of(call: Any) -> Any:
+    """The function that runs when this is called; the class, if that is one."""
+    core = core_of(call)
+    return core if inspect.isroutine(core) or isinstance(core, type) else type(core).__call__
+
+
+def names_for(call: Any) -> Mapping[str, Any]:
+    """What the annotations of a callable may name: the globals of the function behind it."""
+    core = inspect.unwrap(core_of(call))
+    if not inspect.isroutine(core):
+        core = inspect.unwrap(core.__init__ if isinstance(core, type) else type(core).__call__)  # type: ignore[misc]
+    return getattr(core, "__globals__", {})
+
+
 def handler_hints(handler: Handler) -> dict[str, Any]:
     """What the annotations of its parameters, and of "return", stand for."""
     if handler.signature is None:
         return {}
-    core: Any = handler.fn
-    while isinstance(core, functools.partial):
-        core = core.func
-    core = inspect.unwrap(core)
-    if not inspect.isroutine(core):
-        core = inspect.unwrap(core.__init__ if isinstance(core, type) else type(core).__call__)  # type: ignore[misc]
     hints = {name: parameter.annotation for name, parameter in handler.signature.parameters.items()}
     hints["return"] = handler.signature.return_annotation
-    names = getattr(core, "__globals__", {})
+    names = names_for(handler.fn)
     return {name: Any if hint is inspect.Parameter.empty else evaluated(hint, names, {}) for name, hint in hints.items()}
 
 
@@ -2695,6 +2709,79 @@ def resolve(config: Config, handler: Handler | None, overrides: Mapping[str, Any
     return Settings(**merged)
 
 
+# FastAPI's `Depends` is recognised at registration, and left out of what callers give. FastAPI is not imported: who writes
+# `Depends` has done that.
+REQUEST_BOUND: Final = {"Request", "WebSocket", "HTTPConnection", "Response", "BackgroundTasks", "SecurityScopes"}
+
+
+class Dependency(NamedTuple):
+    """One `Depends`: what is called, and what its own parameters depend on."""
+
+    call: Callable[..., Any]
+    use_cache: bool
+    needs: Mapping[str, Dependency]
+
+
+def hint_of(parameter: inspect.Parameter, call: Any) -> Any:
+    """Its annotation; as it is written, if that names what cannot be found."""
+    hint = evaluated(parameter.annotation, names_for(call), {})
+    hint = parameter.annotation if isinstance(hint, Codec) else hint
+    with contextlib.suppress(Exception):
+        return getattr(hint, "__value__", hint)  # of a `type` statement
+    return hint
+
+
+def is_of_request(kind: Any, default: object) -> bool:
+    """Whether only a request has this: such a parameter, or a default such as FastAPI's Query()."""
+    kinds = [base for base in getattr(kind, "__mro__", ()) if base.__module__.partition(".")[0] in ("starlette", "fastapi")]
+    return type(default).__module__ == "fastapi.params" or any(base.__name__ in REQUEST_BOUND for base in kinds)
+
+
+def needs_of(call: Any, signature: inspect.Signature, where: str, strict: bool, given: bool = False) -> dict[str, Dependency]:
+    """What the parameters with a `Depends` depend on. TypeError for those that only a request could fill in, if that is looked
+    at (`strict`), and those that nothing fills in, unless callers do (`given`)."""
+    marker_type = getattr(sys.modules.get("fastapi.params"), "Depends", ())
+    needs = {}
+    for name, parameter in signature.parameters.items():
+        hint = hint_of(parameter, call)
+        marks, kind = getattr(hint, "__metadata__", ()), getattr(hint, "__origin__", hint)
+        kind = kind if marks else hint
+        marker = next((mark for mark in (parameter.default, *marks) if isinstance(mark, marker_type)), None)
+        if marker is not None:
+            needs[name] = dependency_of(marker.dependency or kind, marker.use_cache, f"{where}{name}")
+        elif strict and is_of_request(kind, parameter.default):
+            raise TypeError(
+                f"{where}{name} ({getattr(kind, '__name__', kind)}) belongs to a request, which is over when the job runs: "
+                "take what is needed out of it in the route, and pass that"
+            )
+        elif not given and parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD,
+        ):  # fmt: skip
+            raise TypeError(f"{where}{name} has no default and no Depends, and no request fills it in for a job: give it one")
+    return needs
+
+
+def dependency_of(call: Any, use_cache: bool, where: str) -> Dependency:
+    if not callable(call):
+        raise TypeError(f"{where} depends on {call!r}, which is not callable: write Depends(f)")
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):
+        signature = inspect.Signature()
+    return Dependency(call, use_cache, needs_of(call, signature, f"{where}: ", strict=True))
+
+
+def without_dependencies(
+    name: str, fn: Any, signature: inspect.Signature | None, registered: bool
+) -> tuple[inspect.Signature | None, Mapping[str, Dependency]]:
+    """What callers give, and what is filled in for them."""
+    if signature is None or "starlette" not in sys.modules:
+        return signature, {}
+    needs = needs_of(fn, signature, f"task {name!r}: ", strict=registered, given=True)
+    others = [parameter for parameter in signature.parameters.values() if parameter.name not in needs]
+    return (signature.replace(parameters=others) if needs else signature), needs
+
+
 def make_handler(
     fn: Callable[..., Any], name: str | None = None, options: Mapping[str, Any] | None = None, promote: Promote | None = None
 ) -> Handler:
@@ -2706,10 +2793,7 @@ def make_handler(
         )
     if not callable(fn):
         raise TypeError(f"{fn!r} is not callable: a task is a function, a method, a partial or another callable")
-    core = fn
-    while isinstance(core, functools.partial):
-        core = core.func
-    call: Any = core if inspect.isroutine(core) or isinstance(core, type) else type(core).__call__
+    core, call = core_of(fn), body_of(fn)
     if inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call):
         raise TypeError(f"{fn!r} is a generator function, whose body a call does not run: use def or async def without yield")
     if name is None:
@@ -5863,88 +5947,7 @@ async def call_in_thread(job: Running, threads: Threads, call: Callable[[], Any]
 
 
 # ── 22. Running one job: what its handler depends on ──────────────────────────────────────────────────────────────────
-# FastAPI's `Depends` on a handler's parameters: recognised at registration and left out of what callers give; called for each
-# attempt, and closed when that ends. FastAPI is not imported: who writes `Depends` has done that.
-
-REQUEST_BOUND: Final = {"Request", "WebSocket", "HTTPConnection", "Response", "BackgroundTasks", "SecurityScopes"}
-
-
-class Dependency(NamedTuple):
-    """One `Depends`: what is called, and what its own parameters depend on."""
-
-    call: Callable[..., Any]
-    use_cache: bool
-    needs: Mapping[str, Dependency]
-
-
-def body_of(call: Any) -> Any:
-    """The function that runs when this is called; the class, if that is one."""
-    while isinstance(call, functools.partial):
-        call = call.func
-    return call if inspect.isroutine(call) or isinstance(call, type) else type(call).__call__
-
-
-def hint_of(parameter: inspect.Parameter, call: Any) -> Any:
-    """Its annotation; as text, if that names what cannot be found."""
-    hint, body = parameter.annotation, body_of(call)
-    with contextlib.suppress(Exception):
-        if isinstance(hint, str):
-            function = inspect.unwrap(getattr(body, "__init__", body) if isinstance(body, type) else body)
-            asked = SimpleNamespace(__annotations__={"hint": hint})
-            hint = get_type_hints(asked, getattr(function, "__globals__", {}), include_extras=True)["hint"]
-        hint = getattr(hint, "__value__", hint)  # of a `type` statement
-    return hint
-
-
-def is_of_request(kind: Any, default: object) -> bool:
-    """Whether only a request has this: such a parameter, or a default such as FastAPI's Query()."""
-    kinds = [base for base in getattr(kind, "__mro__", ()) if base.__module__.partition(".")[0] in ("starlette", "fastapi")]
-    return type(default).__module__ == "fastapi.params" or any(base.__name__ in REQUEST_BOUND for base in kinds)
-
-
-def needs_of(call: Any, signature: inspect.Signature, where: str, strict: bool, given: bool = False) -> dict[str, Dependency]:
-    """What the parameters with a `Depends` depend on. TypeError for those that only a request could fill in, if that is looked
-    at (`strict`), and those that nothing fills in, unless callers do (`given`)."""
-    marker_type = getattr(sys.modules.get("fastapi.params"), "Depends", ())
-    needs = {}
-    for name, parameter in signature.parameters.items():
-        hint = hint_of(parameter, call)
-        marks, kind = getattr(hint, "__metadata__", ()), getattr(hint, "__origin__", hint)
-        kind = kind if marks else hint
-        marker = next((mark for mark in (parameter.default, *marks) if isinstance(mark, marker_type)), None)
-        if marker is not None:
-            needs[name] = dependency_of(marker.dependency or kind, marker.use_cache, f"{where}{name}")
-        elif strict and is_of_request(kind, parameter.default):
-            raise TypeError(
-                f"{where}{name} ({getattr(kind, '__name__', kind)}) belongs to a request, which is over when the job runs: "
-                "take what is needed out of it in the route, and pass that"
-            )
-        elif not given and parameter.default is parameter.empty and parameter.kind not in (
-            parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD,
-        ):  # fmt: skip
-            raise TypeError(f"{where}{name} has no default and no Depends, and no request fills it in for a job: give it one")
-    return needs
-
-
-def dependency_of(call: Any, use_cache: bool, where: str) -> Dependency:
-    if not callable(call):
-        raise TypeError(f"{where} depends on {call!r}, which is not callable: write Depends(f)")
-    try:
-        signature = inspect.signature(call)
-    except (TypeError, ValueError):
-        signature = inspect.Signature()
-    return Dependency(call, use_cache, needs_of(call, signature, f"{where}: ", strict=True))
-
-
-def without_dependencies(
-    name: str, fn: Any, signature: inspect.Signature | None, registered: bool
-) -> tuple[inspect.Signature | None, Mapping[str, Dependency]]:
-    """What callers give, and what is filled in for them."""
-    if signature is None or "starlette" not in sys.modules:
-        return signature, {}
-    needs = needs_of(fn, signature, f"task {name!r}: ", strict=registered, given=True)
-    others = [parameter for parameter in signature.parameters.values() if parameter.name not in needs]
-    return (signature.replace(parameters=others) if needs else signature), needs
+# FastAPI's `Depends` on a handler's parameters: what they depend on is called for each attempt, and closed when that ends.
 
 
 class Provider:
@@ -7472,12 +7475,16 @@ class Scheduler:
 
     async def _enroll(self, now: int) -> None:
         """Define what is new, and go on from the last fire time that is recorded of it, which may be from before a restart."""
-        new = [periodic for periodic in self._new if not periodic.ended]
-        begins = [periodic.begin(now) for periodic in new]
-        definitions = [(t.name, t.text, begin) for t, begin in zip(new, begins, strict=True)]
-        records = await self._tier.store.define(definitions, now) if new else {}
-        self._new = [periodic for periodic in self._new if periodic not in new and not periodic.ended]
-        for periodic, begin in zip(new, begins, strict=True):
+        count, begins = len(self._new), list[tuple[Periodic, int]]()
+        for periodic in self._new:
+            try:
+                begins += [] if periodic.ended else [(periodic, periodic.begin(now))]
+            except Exception as error:
+                self._give_up(periodic, error)
+        definitions = [(periodic.name, periodic.text, begin) for periodic, begin in begins]
+        records = await self._tier.store.define(definitions, now) if definitions else {}
+        del self._new[:count]
+        for periodic, begin in begins:
             record = records[periodic.name]
             periodic.paused = record.paused
             periodic.forced = periodic.immediate and record.last == begin
@@ -7494,8 +7501,12 @@ class Scheduler:
             periodic.arm(since)
             self._push(periodic)
         except Exception as error:
-            periodic.ended = True
-            log.error("schedule %s is stopped, its rule fails: %s", periodic.name, error_text(error), exc_info=error)
+            self._give_up(periodic, error)
+
+    @staticmethod
+    def _give_up(periodic: Periodic, error: Exception) -> None:
+        periodic.ended = True
+        log.error("schedule %s is stopped, its rule fails: %s", periodic.name, error_text(error), exc_info=error)
 
     async def _fire(self, now: int) -> None:
         due: list[tuple[Periodic, int, list[int], int]] = []
@@ -7508,8 +7519,7 @@ class Scheduler:
                 latest, chosen, missed = periodic.choose(now)
                 made = [self._make_row(periodic, moment) for moment in chosen]
             except Exception as error:
-                periodic.ended = True
-                log.error("schedule %s is stopped, its rule fails: %s", periodic.name, error_text(error), exc_info=error)
+                self._give_up(periodic, error)
                 continue
             due.append((periodic, latest, chosen, 0 if periodic.paused else missed))
             rows += made
@@ -9472,6 +9482,15 @@ class Task(Generic[P, C_co, R_co]):
         return Call(self._q, self._handler, check_options(options, f"{self.name}.options()"))
 
 
+TaskOrName = Task[..., Any, Any] | str
+
+
+def name_of(task: TaskOrName) -> str:
+    if isinstance(task, Task):
+        return task.name
+    return text(task, "task")
+
+
 class AsyncTask(Task[P, Coroutine[object, Never, R_co], R_co]):
     """The same over async def: frameworks ask whether `__call__` is a coroutine function."""
 
@@ -9648,9 +9667,6 @@ class Kit:
 
 # ── 36. TinyQ ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 # The object behind everything: registration at any time, an engine between start and stop.
-
-
-TaskOrName = Task[..., Any, Any] | str
 
 
 class TinyQ:
@@ -10559,12 +10575,6 @@ def names_from(aliases: object) -> list[str]:
     if isinstance(aliases, str) or not isinstance(aliases, (list, tuple, set, frozenset)):
         raise TypeError(f'aliases is {aliases!r}: give a list of names, such as ["old_name"]')
     return [text(alias, "a name in aliases") for alias in aliases]
-
-
-def name_of(task: TaskOrName) -> str:
-    if isinstance(task, Task):
-        return task.name
-    return text(task, "task")
 
 
 def one_way(verb: str, ids: Sequence[str], task: object, all: object) -> None:

@@ -334,6 +334,25 @@ async def test_a_rule_that_fails_stops_its_own_schedule_only(
     await q.stop()
 
 
+async def test_an_immediate_rule_that_fails_before_it_has_fired_stops_its_own_schedule_only(
+    clock: FakeClock, notes: Notes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = scheduled(clock, notes, 10)
+    bad = Notes(clock)
+    q.every(7, name="bad", immediate=True)(bad.tick)
+
+    def latest_at(rule: Every, now: int) -> int | None:
+        raise OverflowError("no time before")
+
+    monkeypatch.setattr(Every, "latest_at", latest_at)
+    with caplog.at_level(logging.ERROR, "tinyq"):
+        await q.start()
+        await clock.advance(30)
+    assert (notes.fires, bad.fires) == ([10, 20, 30], [])
+    assert [line.split(":")[0] for line in caplog.messages] == ["schedule bad is stopped, its rule fails"]
+    await q.stop()
+
+
 # What can be done with one
 
 
