@@ -36,7 +36,7 @@ def is_alive(pid: int) -> bool:
     """A zombie, whose parent is somebody else here, is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter: it goes between the opening and the reading
         return False
 
 
