@@ -159,12 +159,12 @@ __version__ = "0.1.0"
 __all__ = [
     "AlreadyStarted", "Cancel", "Clock", "Configuration", "ConfigurationError", "Count", "Cron", "CurrentJob",
     "DuplicateTask", "EnqueuedJob", "Every", "Health", "Job", "JobCancelled", "JobError", "JobFailed", "JobNotFound",
-    "KeyConflict", "Kit", "NoResult", "NotStarted", "Options", "PayloadError", "PayloadTooLarge", "ProcessDied",
-    "QueueFull", "RecurringJob", "Retry", "RetryAfter", "Schedule", "ScheduleStats", "ShuttingDown", "Snooze", "State",
-    "Stats", "StoreBusy", "StoreError", "Task", "TinyQ", "TinyQError", "UnknownTask", "configure", "cron", "current_job",
-    "dead", "drain", "enqueue", "enqueue_many", "enqueue_sync", "every", "get", "health", "lifespan", "middleware",
-    "on_dead", "on_enqueue", "pause", "purge", "quiesce", "requeue", "resume", "run", "schedule", "schedules", "spawn",
-    "start", "stats", "stop", "task", "testing", "unschedule", "wake",
+    "KeyConflict", "Kit", "NoResult", "NotStarted", "Options", "PayloadError", "PayloadTooLarge", "ProcessDied", "QueueFull",
+    "Rate", "RecurringJob", "Retry", "RetryAfter", "Schedule", "ScheduleStats", "ShuttingDown", "Snooze", "State", "Stats",
+    "StoreBusy", "StoreError", "Task", "TaskOptions", "TinyQ", "TinyQError", "UnknownTask", "configure", "cron",
+    "current_job", "dead", "drain", "enqueue", "enqueue_many", "enqueue_sync", "every", "get", "health", "lifespan",
+    "middleware", "on_dead", "on_enqueue", "pause", "purge", "quiesce", "requeue", "resume", "run", "schedule", "schedules",
+    "spawn", "start", "stats", "stop", "task", "testing", "unschedule", "wake",
 ]  # fmt: skip
 
 log = logging.getLogger("tinyq")
@@ -553,6 +553,45 @@ def as_retry(value: object) -> Retry:
     raise TypeError(f"retry is {value!r}: give tinyq.Retry(...), a list of delays in seconds, or False")
 
 
+class Rate(Value):
+    """How many jobs of a task may start within a time: Rate(100, per=60) is 100 a minute.
+
+    A token bucket: each start takes a token, `limit` new ones come in evenly over each `per` seconds, and no more than `burst`
+    are kept. So within any t seconds at most burst + t · limit / per jobs start, and never more than `burst` at once.
+
+    limit: whole, 1 or more. per: seconds or timedelta, default 1. burst: whole, 1 or more; default `limit`, 1 spreads evenly.
+
+    Raises TypeError or ValueError for values that make no sense.
+    """
+
+    limit: int
+    per: float
+    burst: int
+
+    def __init__(self, limit: int, per: float | timedelta = 1.0, burst: int | None = None) -> None:
+        limit = whole(limit, "Rate.limit", 1)
+        burst = limit if burst is None else whole(burst, "Rate.burst", 1)
+        self.__dict__.update(limit=limit, per=duration(per, "Rate.per", zero=False), burst=burst)
+
+    # What is stored of a bucket is the moment at which it will be full again: the "theoretical arrival time" of the generic cell
+    # rate algorithm (ITU-T I.371).
+
+    @property
+    def _each(self) -> float:
+        return self.per * 1e6 / self.limit  # microseconds in which one token comes
+
+    def tokens(self, full_at: float | None, now: int) -> tuple[int, int]:
+        """How many there are now, and when there is one at the latest. A moment that a clock's step back has left behind is
+        not believed."""
+        ahead = min(max((full_at or now) - now, 0.0), self.burst * self._each)
+        count = int((self.burst * self._each - ahead) / self._each + 1e-6)
+        return count, now if count else math.ceil(now + ahead - (self.burst - 1) * self._each)
+
+    def spend(self, full_at: float | None, now: int, count: int) -> float:
+        """When the bucket will be full again after so many have been taken."""
+        return now + min(max((full_at or now) - now, 0.0), self.burst * self._each) + count * self._each
+
+
 class HasTransactions(Protocol):
     """SQLAlchemy's Session, Connection, AsyncSession and AsyncConnection, for type checkers that may not find it."""
 
@@ -598,6 +637,23 @@ class Options(TypedDict, total=False):
     on_lost: OnLost | None
     headers: Mapping[str, str] | None
     tx: sqlite3.Connection | aiosqlite.Connection | HasTransactions | None
+
+
+class TaskOptions(Options, total=False):
+    """What a task may say besides. Limits hold before a slot is taken: a job that has to wait costs the others nothing.
+
+    max_running: how many of its jobs run at once in this process, best-effort and durable ones together.
+    max_running_total: the same for the durable jobs of all processes on one database. It counts what runs by the claims in the
+        database, so that nothing is left over of a process that is killed: its share is free when its leases have ended. (No
+        process runs more than that of both kinds together.)
+    rate: a Rate. Durable jobs of all processes share one; best-effort jobs have one in each process.
+    limit_by: the name of a parameter: the limits hold for each of its values apart, such as one account's jobs.
+    """
+
+    max_running: int | None
+    max_running_total: int | None
+    rate: Rate | None
+    limit_by: str | None
 
 
 # ── 4. Vocabulary: counts ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -745,6 +801,8 @@ class JobRow:
     keep_until: int | None = None
     recurrence: str | None = None  # of a recurring job: see Recurrence
     tally: str | None = None  # and Tally
+    limit_value: str | None = None  # JSON of the argument that its limits go by; '' for a task whose limits are for all
+    singly: int | None = None  # 1: not in one call with others, since such a call has failed
     progress: str | None = None  # JSON of what the running or last attempt has said: [fraction, message]
 
     durable: bool = False
@@ -871,20 +929,42 @@ class Settings(Value):
     failure_ttl: float = 7 * 86400.0
     on_lost: OnLost = "retry"
     headers: Mapping[str, str] | None = None
+    gated: bool = False  # it has Terms
 
     def as_given(self) -> dict[str, Any]:
         """The fields that were given, without what has been worked out of them."""
-        return {name: value for name, value in vars(self).items() if name not in ("plain", "simple")}
+        return {name: value for name, value in vars(self).items() if name not in ("plain", "simple", "gated")}
 
     @functools.cached_property
     def plain(self) -> bool:
         """To start at once, and nothing about it that concerns other jobs."""
-        return not self.delay and self.run_at is None and self.expires is None and self.key is None
+        return not (self.delay or self.gated) and self.run_at is None and self.expires is None and self.key is None
 
     @functools.cached_property
     def simple(self) -> bool:
         """The same, and best-effort."""
         return self.plain and not self.durable
+
+
+class Terms(Record):
+    """On what terms jobs of a task start, if there is more to it than a free slot: its limits, and how many go into one call."""
+
+    names: Sequence[str]  # the task's, and those it had before
+    running: float = math.inf  # calls at once in this process
+    total: float = math.inf  # in all processes
+    rate: Rate | None = None  # of items
+    by: str | None = None  # the parameter for each value of which these hold
+    size: int = 1  # items of one call
+    window: int = 0  # microseconds that the first of them waits for more
+    value_of: Callable[[str | None, int], str] = lambda payload, version: ""  # of a stored payload
+
+    @property
+    def limited(self) -> bool:
+        return self.running < math.inf or self.total < math.inf or self.rate is not None
+
+    def ripe(self, first_run_at: int, count: int, now: int) -> bool:
+        """Whether items wait no longer for others to go with, of which there are `count` with them."""
+        return count >= self.size or first_run_at + self.window <= now
 
 
 class Handler(Record):
@@ -907,6 +987,7 @@ class Handler(Record):
     settings: Settings | None = None  # of a call without options of its own, once that has been asked
     learned: object = None  # the engine run that knows of it
     aliases: Sequence[str] = ()  # names that jobs of it were stored under
+    terms: Terms | None = None
 
     @functools.cached_property
     def task_name(self) -> str:
@@ -922,6 +1003,12 @@ class Handler(Record):
         return result_codec(self)
 
 
+# A due job that a claim may take: queue, task, whether it is fragile, its limit value, whether it is not to go into one call with
+# others; and what it is.
+Candidate = tuple[str, str, bool, str, bool, Any]
+Left = tuple[float, float, int | None]  # calls and items that limits leave, and when there is an item again, if there is none
+
+
 class Room(NamedTuple):
     """What a claim may take: free slots, and the tasks known here (True: runs in a thread)."""
 
@@ -932,13 +1019,15 @@ class Room(NamedTuple):
     tasks: Mapping[str, bool]
     paused: frozenset[str] = frozenset()
     serves: frozenset[str] | None = None  # no other queues than these
+    terms: Mapping[str, Terms] = {}  # of those tasks that have any
+    busy: Mapping[tuple[str, str], int] = {}  # calls that run here, by task and value, where there is a limit
 
     def wants(self, queue: str, task: str) -> bool:
         """Whether jobs of this queue and task are run here, if there is room."""
         return task in self.tasks and queue not in self.paused and (self.serves is None or queue in self.serves)
 
     def free(self, queue: str, task: str) -> int:
-        """How many jobs of this queue and task could start now."""
+        """How many calls for jobs of this queue and task could start now."""
         if not self.wants(queue, task):
             return 0
         in_thread = self.tasks[task]
@@ -949,18 +1038,72 @@ class Room(NamedTuple):
         """The same for all queues but these."""
         return self._replace(paused=paused) if paused else self
 
-    def pick(self, ordered: Iterable[tuple[str, str, bool, T]]) -> list[T]:
-        """From (queue, task, fragile, thing), best first, those that fit together into the room."""
+    def pick(self, ordered: Iterable[Candidate], limits: Limits) -> list[Any]:
+        """The things of those candidates, best first, that fit together into the room."""
         slots, threads, fragile_left, picked = {**self.named, "": self.shared}, self.threads, self.fragile, []
-        for queue_name, task_name, fragile, thing in ordered:
+        begun: dict[tuple[str, str, str, bool], int] = {}  # calls that have places left
+        for queue_name, task_name, fragile, value, alone, thing in ordered:
             pool = queue_name if queue_name in self.named else ""
             in_thread = self.tasks[task_name]
-            if slots[pool] > 0 and (threads > 0 or not in_thread) and (fragile_left > 0 or not fragile):
-                slots[pool] -= 1
-                threads -= in_thread
-                fragile_left -= fragile
-                picked.append(thing)
+            terms = self.terms.get(task_name)
+            call = (queue_name, task_name, value, fragile)
+            joins = not alone and begun.get(call, 0) > 0
+            fits = slots[pool] > 0 and (threads > 0 or not in_thread) and (fragile_left > 0 or not fragile)
+            if not (joins or fits) or (terms is not None and not limits.take(terms, value, joins)):
+                continue
+            picked.append(thing)
+            if joins:
+                begun[call] -= 1
+                continue
+            slots[pool] -= 1
+            threads -= in_thread
+            fragile_left -= fragile
+            if terms is not None and not alone:
+                begun[call] = terms.size - 1
         return picked
+
+
+class Limits:
+    """What the limits of tasks leave, in the course of one claim. `left`: what a store knows of (terms, value)."""
+
+    def __init__(self, room: Room, left: Callable[[Terms, str], Left]) -> None:
+        self.wait: int | None = None  # when a rate lets go of what waits for it
+        self._room, self._left = room, left
+        self._known: dict[tuple[str, str], list[float]] = {}
+        self._spent: dict[tuple[str, str], tuple[Rate, int]] = {}
+
+    def of(self, terms: Terms, value: str) -> list[float]:
+        """How many calls and items."""
+        key = (terms.names[0], value)
+        if (known := self._known.get(key)) is None:
+            calls, items, wait = self._left(terms, value) if terms.limited else (math.inf, math.inf, None)
+            calls = min(calls, min(terms.running, terms.total) - self._room.busy.get(key, 0))
+            self._known[key] = known = [calls, items]
+            if wait is not None and calls >= 1:
+                self.wait = min(wait, self.wait or wait)
+        return known
+
+    def most(self, terms: Terms, value: str, slots: int) -> int:
+        """How many items might start."""
+        calls, items = self.of(terms, value)
+        return int(min(min(calls, slots) * terms.size, items))
+
+    def take(self, terms: Terms, value: str, joins: bool) -> bool:
+        """One item, and a call if it does not join one; False if there is none left."""
+        left = self.of(terms, value)
+        if left[1] < 1 or (left[0] < 1 and not joins):
+            return False
+        left[0] -= not joins
+        left[1] -= 1
+        if terms.rate is not None:
+            key = (terms.names[0], value)
+            self._spent[key] = terms.rate, self._spent.get(key, (terms.rate, 0))[1] + 1
+        return True
+
+    @property
+    def spent(self) -> Iterable[tuple[str, str, Rate, int]]:
+        """Tokens of rates: task, value, rate, how many."""
+        return [(task, value, rate, count) for (task, value), (rate, count) in self._spent.items()]
 
 
 class Plan(Record):
@@ -1029,6 +1172,8 @@ class Settlement(NamedTuple):
     keep_until: int | None
     keep: bool  # False: the finished row is deleted at once
     ran: Ran | None = None  # of a recurring job
+    singly: int | None = None  # what JobRow.singly becomes, if it changes; 0: None
+    frees: bool = False  # its task has a limit in all processes: others may wait for its end
 
 
 class Ran(NamedTuple):
@@ -1769,6 +1914,13 @@ def way_out(handler: Handler | None) -> str:
     )
 
 
+def digest(text: str) -> int:
+    """64 bits of a hash that is the same everywhere."""
+    import hashlib
+
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
 def within(limit: int, name: str, text: str) -> str:
     if len(text) > limit:
         raise PayloadTooLarge(
@@ -2456,12 +2608,40 @@ CHECKS: Final[Mapping[str, Callable[[Any], Any]]] = {
 }
 
 
+LIMITS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "max_running": lambda value: whole(value, "max_running", 1),
+    "max_running_total": lambda value: whole(value, "max_running_total", 1),
+    "rate": lambda value: as_rate(value),
+    "limit_by": lambda value: text(value, "limit_by"),
+}
+
+
+def as_rate(value: object) -> Rate:
+    if not isinstance(value, Rate):
+        raise TypeError(f"rate is {value!r}: give a tinyq.Rate, such as Rate(100, per=60)")
+    return value
+
+
+def take_limits(options: dict[str, Any], where: str) -> dict[str, Any]:
+    """The limits among the options of a task, checked, which are taken out."""
+    given = {name: value for name in LIMITS if (value := options.pop(name, None)) is not None}
+    try:
+        limits = {name: LIMITS[name](value) for name, value in given.items()}
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from None
+    if limits.keys() == {"limit_by"}:
+        raise ValueError(f"{where}: limit_by is {limits['limit_by']!r} and there is no limit: give max_running, say, as well")
+    return limits
+
+
 def check_options(options: Mapping[str, Any], where: str, *others: str) -> dict[str, Any]:
     """Job options, checked and in plain units; None is left out. TypeError or ValueError names `where` and the option.
     `others`: keywords that the caller takes besides, and that may have been meant."""
     checked = {}
     for name, value in options.items():
         if name not in CHECKS:
+            if name in LIMITS:
+                raise TypeError(f"{where}: {name} belongs to the task, since it is for all its jobs: @task({name}=…)")
             raise TypeError(f"{where}: unknown option {name!r}{hint(name, (*CHECKS, *others))}")
         if value is not None:
             try:
@@ -2706,6 +2886,8 @@ def resolve(config: Config, handler: Handler | None, overrides: Mapping[str, Any
         if "run_at" in level:
             merged.pop("delay", None)
         merged |= level
+    if handler is not None and handler.terms is not None:
+        merged["gated"] = True
     return Settings(**merged)
 
 
@@ -2820,6 +3002,57 @@ def make_handler(
         options=options or {},
         promote=promote,
     )
+
+
+def set_limits(handler: Handler, limits: Mapping[str, Any]) -> None:
+    """Give a task its limits. TypeError if they go by what callers do not give it."""
+    by = limits.get("limit_by")
+    if by is not None:
+        parameter = handler.signature.parameters.get(by) if handler.signature else None
+        if parameter is None or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            known = list(handler.signature.parameters) if handler.signature else []
+            raise TypeError(f"task {handler.name!r}: limit_by is {by!r}, which is no parameter of it{hint(by, known)}")
+    handler.terms = Terms(
+        names=(handler.name, *handler.aliases),
+        running=limits.get("max_running", math.inf),
+        total=limits.get("max_running_total", math.inf),
+        rate=limits.get("rate"),
+        by=by,
+        value_of=functools.partial(stored_limit_value, handler),
+    )
+
+
+VALUE_LENGTH: Final = 200  # characters; of a longer value its hash is stored
+
+
+def limit_value(handler: Handler, call: Arguments, *, written: bool = False) -> str:
+    """The JSON of the argument that the limits of a task go by, '' if they go by none. `written`: as it is stored, already.
+    Raises PayloadError if JSON cannot carry it."""
+    by, signature = cast(Terms, handler.terms).by, handler.signature
+    if by is None or signature is None:
+        return ""
+    args, kwargs = call
+    value, place = signature.parameters[by].default, list(signature.parameters).index(by)
+    if by in kwargs:
+        value = kwargs[by]
+    elif place < len(args):
+        value = args[place]
+    else:
+        written = False
+    try:
+        if not written:
+            value = plainly(value, by) if handler.codecs is None else handler.codecs.write(value, by)
+        found = encode_json(value)
+    except (Misfit, RecursionError, ValueError, TypeError) as error:
+        raise PayloadError(clean(f"task {handler.name!r}: its limits go by {by} (limit_by), and {error}")) from None
+    return found if len(found) <= VALUE_LENGTH else f"#{digest(found):x}"
+
+
+def stored_limit_value(handler: Handler, payload: str | None, version: int) -> str:
+    try:
+        return limit_value(handler, decode_call(payload, version), written=True)
+    except (Undecodable, PayloadError):  # its claim will say so
+        return ""
 
 
 def misfit_hint(handler: Handler, kwargs: Mapping[str, Any]) -> str:
@@ -3006,7 +3239,9 @@ MOVED_ON: Final[Mapping[str, Any]] = {
 }  # fmt: skip
 MERGED: Final = "merged into its successor with the same key"  # such a row is not kept: the successor is the job now
 # What `on_conflict="replace"` takes over from the newcomer, and what `requeue` resets.
-REPLACED: Final = ("queue", "priority", "run_at", "payload", "payload_version", "options", "headers", "expires", "lane")
+REPLACED: Final = (
+    "queue", "priority", "run_at", "payload", "payload_version", "options", "headers", "expires", "lane", "limit_value",
+)  # fmt: skip
 FRESH: Final[Mapping[str, Any]] = {
     "state": State.PENDING, "attempts": 0, "snoozes": 0, "interruptions": 0, "lost": 0, "parked": None, "expires": None,
     "reason": None, "error": None, "traceback": None, "result": None, "keep_until": None, "finished": None, "cancel_at": None,
@@ -3174,6 +3409,8 @@ def apply(row: JobRow, change: Settlement, now: int) -> None:
     row.error, row.traceback, row.result = change.error, change.traceback, change.result
     row.finished, row.keep_until = (None, None) if change.state is State.PENDING else (now, change.keep_until)
     row.lease = row.ready = None
+    if change.singly is not None:
+        row.singly = change.singly or None
     if row.progress is not None and change.state is State.PENDING:
         row.progress = None  # the next attempt begins anew
 
@@ -3182,8 +3419,19 @@ def apply(row: JobRow, change: Settlement, now: int) -> None:
 # Best-effort jobs: the same verbs over Python objects. It never suspends, so its verbs are atomic by themselves.
 
 Entry = tuple[int, int, int, int, JobRow]  # sorts as a claim takes: -priority, run_at, seq; then the ticket of this entry
-TOLD: Final = ("args", "kwargs", "payload", "options", "headers", "settings", "queue", "priority", "handler")  # by `schedule`
+TOLD: Final = (  # by `schedule`
+    "args", "kwargs", "payload", "options", "headers", "settings", "queue", "priority", "handler", "limit_value",
+)  # fmt: skip
 MEMORY_KEEPS: Final = 1_000  # finished rows kept for `get` and `stats`, whatever their TTL: memory is not a table
+
+
+def soonest(*moments: int | None) -> int | None:
+    return min((moment for moment in moments if moment is not None), default=None)
+
+
+def runs_alone(row: JobRow) -> bool:
+    """Not in one call with others: since such a call has failed, or a second worker has died on it."""
+    return row.singly is not None or row.lost > 1
 
 
 class MemoryStore:
@@ -3192,7 +3440,8 @@ class MemoryStore:
     def __init__(self) -> None:
         self._rows: dict[int, JobRow] = {}  # by seq
         self._ids: dict[bytes, JobRow] | None = None  # the same by id, once anybody has asked for one
-        self._lanes: dict[tuple[str, str, int, int], list[Entry]] = {}
+        self._lanes: dict[tuple[str, str, str | None, bool, int], list[Entry]] = {}
+        self._full_at: dict[tuple[str, str], float] = {}  # of rates, by task and value
         self._later: list[Entry] = []  # the same with priority 0
         self._finished: deque[JobRow] = deque()
         self._keys: dict[tuple[str, str, State], JobRow] = {}
@@ -3351,7 +3600,8 @@ class MemoryStore:
         if row.ready == LATER:
             heap, priority = self._later, 0
         else:
-            heap, priority = self._lanes.setdefault((row.queue, row.task, row.lane, row.ready), []), row.priority
+            lane = (row.queue, row.task, row.limit_value, runs_alone(row), row.ready)
+            heap, priority = self._lanes.setdefault(lane, []), row.priority
         heapq.heappush(heap, (-priority, row.run_at, row.seq, row.ticket, row))
         if len(heap) > 2 * self.pending + 64:  # more dead entries than live ones: rows cancelled or replaced while they waited
             heap[:] = [entry for entry in heap if not self._stale(entry)]
@@ -3376,8 +3626,9 @@ class MemoryStore:
             if not self._stale(entry):
                 self._enlist(entry[4], now)
         room = room.without(self.held)
-        found = self._candidates(room)
-        taken = room.pick((entry[4].queue, entry[4].task, entry[4].ready == FRAGILE, entry[4]) for entry in found)
+        limits = Limits(room, functools.partial(self._left, now))
+        found, ripe_at = self._candidates(room, limits, now)
+        taken = room.pick((self._candidate(entry[4]) for entry in found), limits)
         if len(taken) < len(found):
             chosen = {row.seq for row in taken}
             for entry in found:
@@ -3390,16 +3641,45 @@ class MemoryStore:
             row.attempts += 1
             if row.key is not None:
                 self._keys[row.task, row.key, State.RUNNING] = row
-        return Claimed(taken, self._later[0][1] if self._later else None, self._lacks_room())
+        self._spend(limits, now)
+        next_at = self._later[0][1] if self._later else None
+        return Claimed(taken, soonest(next_at, ripe_at, limits.wait), self._lacks_room())
 
-    def _candidates(self, room: Room) -> Sequence[Entry]:
-        """Off each lane that has room the best entries, as many as the lane's room; sorted together."""
+    @staticmethod
+    def _candidate(row: JobRow) -> Candidate:
+        return row.queue, row.task, row.ready == FRAGILE, row.limit_value or "", runs_alone(row), row
+
+    def _left(self, now: int, terms: Terms, value: str) -> Left:
+        """What the rate leaves; how many run is the room's to know, since all that run do so here."""
+        if terms.rate is None:
+            return math.inf, math.inf, None
+        count, at = terms.rate.tokens(self._full_at.get((terms.names[0], value)), now)
+        return math.inf, count, None if count else at
+
+    def _spend(self, limits: Limits, now: int) -> None:
+        for task, value, rate, count in limits.spent:
+            self._full_at[task, value] = rate.spend(self._full_at.get((task, value)), now, count)
+            if len(self._full_at) % 1_000 == 0:  # those that are full are as good as unknown
+                self._full_at = {key: full_at for key, full_at in self._full_at.items() if full_at > now}
+
+    def _candidates(self, room: Room, limits: Limits, now: int) -> tuple[Sequence[Entry], int | None]:
+        """Off each lane that has room the best entries, as many as the lane's room; sorted together. And when the next items
+        that wait for others to go with have waited long enough."""
         found: list[Entry] = []
+        ripe_at: int | None = None
         for lane in list(self._lanes):
-            queue_name, task_name, _, ready = lane
+            queue_name, task_name, value, alone, ready = lane
             most, heap = room.free(queue_name, task_name), self._lanes[lane]
             if ready == FRAGILE:
                 most = min(most, room.fragile)
+            terms = room.terms.get(task_name) if most > 0 else None
+            if terms is not None:
+                while heap and self._stale(heap[0]):
+                    heapq.heappop(heap)
+                if heap and not (alone or ready == FRAGILE or terms.ripe(heap[0][1], len(heap), now)):
+                    ripe_at = min(heap[0][1] + terms.window, ripe_at or FOREVER)
+                    continue
+                most = limits.most(terms, value or "", most)
             while most > 0 and heap:
                 entry = heapq.heappop(heap)
                 if not self._stale(entry):
@@ -3408,7 +3688,7 @@ class MemoryStore:
             if not heap:
                 del self._lanes[lane]
         found.sort()
-        return found
+        return found, ripe_at
 
     async def extend(self, claims: Sequence[tuple[int, int, str | None]], lease: int) -> Mapping[int, int | None]:
         held: dict[int, int | None] = {}
@@ -3692,11 +3972,12 @@ JOBS: Final = (
         interruptions INTEGER NOT NULL, lost INTEGER NOT NULL, parked INTEGER,
         worker TEXT, lease INTEGER, started INTEGER, finished INTEGER, cancel_at INTEGER,
         reason TEXT, error TEXT, traceback TEXT, keep_until INTEGER,
-        payload TEXT, result TEXT  -- last: SQLite reads a row from its start, up to the last column that is asked for
+        recurrence TEXT, tally TEXT, limit_value TEXT, singly INTEGER,
+        payload TEXT, result TEXT, progress TEXT  -- last: SQLite reads a row from its start, up to the last column asked for
     ) STRICT""",
     """CREATE TRIGGER tinyq_moved AFTER UPDATE OF namespace, queue, task ON tinyq_jobs BEGIN
-        UPDATE tinyq_jobs SET lane = 0 WHERE seq = new.seq AND (new.namespace, new.queue, new.task)
-            IS NOT (old.namespace, old.queue, old.task);
+        UPDATE tinyq_jobs SET lane = 0, limit_value = NULL WHERE seq = new.seq
+            AND (new.namespace, new.queue, new.task) IS NOT (old.namespace, old.queue, old.task);
     END""",
     # Only what may start now is in the claim index: its size, and so the cost of a claim, ignores everything else.
     "CREATE INDEX tinyq_claim ON tinyq_jobs (lane, priority DESC, run_at) WHERE ready = 1",
@@ -3707,34 +3988,28 @@ JOBS: Final = (
     "CREATE INDEX tinyq_occurrences ON tinyq_jobs (namespace, schedule) WHERE schedule IS NOT NULL AND finished IS NULL",
     "CREATE INDEX tinyq_keep ON tinyq_jobs (keep_until) WHERE keep_until IS NOT NULL",
     "CREATE INDEX tinyq_dead ON tinyq_jobs (namespace, finished, seq, task) WHERE state = 'dead'",
+    "CREATE INDEX tinyq_recurring ON tinyq_jobs (namespace, seq) WHERE recurrence IS NOT NULL AND finished IS NULL",
+    """CREATE INDEX tinyq_limited ON tinyq_jobs (namespace, task, limit_value)
+        WHERE state = 'running' AND limit_value IS NOT NULL""",
 )
-# What version 1 had, in the order of its columns; its `lane` was text. For a new file the names are enough: the next step makes
-# the table anew.
+# What version 1 had, in the order of its columns; its `lane` was text. For a new file the names are enough: later steps make the
+# table anew.
 FIRST: Final = (
     "id, namespace, task, queue, priority, run_at, created, state, ready, payload, payload_version, options, headers, key, "
     "expires, schedule, fire_time, attempts, claim_no, snoozes, interruptions, lost, parked, worker, lease, started, finished, "
     "cancel_at, reason, error, traceback, result, keep_until"
 )
+SINCE: Final = "progress, recurrence, tally"
 # One tuple of statements a version; a file is brought forward by running those it has not seen, in one transaction.
 MIGRATIONS: Final = (
     (
         "CREATE TABLE tinyq_meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT",
-        f"CREATE TABLE tinyq_jobs (seq INTEGER PRIMARY KEY AUTOINCREMENT, {FIRST})",
+        f"CREATE TABLE tinyq_jobs (seq INTEGER PRIMARY KEY AUTOINCREMENT, lane, {FIRST})",
         """CREATE TABLE tinyq_schedules (
             namespace TEXT NOT NULL, name TEXT NOT NULL, last_fire INTEGER NOT NULL, PRIMARY KEY (namespace, name)
         ) STRICT""",
     ),
     (
-        *(
-            f"DROP INDEX IF EXISTS tinyq_{name}"
-            for name in ("claim", "later", "fragile", "leases", "keys", "occurrences", "keep")
-        ),
-        "ALTER TABLE tinyq_jobs RENAME TO tinyq_first",
-        *JOBS,
-        f"INSERT INTO tinyq_jobs (seq, {FIRST}) SELECT seq, {FIRST} FROM tinyq_first",
-        "DELETE FROM sqlite_sequence WHERE name = 'tinyq_jobs'",  # numbers that were given go on being used up
-        "INSERT INTO sqlite_sequence SELECT 'tinyq_jobs', seq FROM sqlite_sequence WHERE name = 'tinyq_first'",
-        "DROP TABLE tinyq_first",
         "CREATE TABLE tinyq_paused (namespace TEXT NOT NULL, queue TEXT NOT NULL, PRIMARY KEY (namespace, queue)) STRICT",
         """CREATE TABLE tinyq_workers (
             id TEXT PRIMARY KEY, namespace TEXT NOT NULL, port INTEGER, started INTEGER NOT NULL, seen INTEGER NOT NULL
@@ -3746,7 +4021,24 @@ MIGRATIONS: Final = (
         "ALTER TABLE tinyq_schedules ADD COLUMN paused INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE tinyq_jobs ADD COLUMN recurrence TEXT",
         "ALTER TABLE tinyq_jobs ADD COLUMN tally TEXT",
-        "CREATE INDEX tinyq_recurring ON tinyq_jobs (namespace, seq) WHERE recurrence IS NOT NULL AND finished IS NULL",
+    ),
+    (
+        # The columns of jobs in another order, of which `lane` begins anew.
+        "DROP TRIGGER IF EXISTS tinyq_moved",
+        *(
+            f"DROP INDEX IF EXISTS tinyq_{name}"
+            for name in ("claim", "later", "fragile", "leases", "keys", "occurrences", "keep", "dead", "recurring")
+        ),
+        "ALTER TABLE tinyq_jobs RENAME TO tinyq_before",
+        *JOBS,
+        f"INSERT INTO tinyq_jobs (seq, {FIRST}, {SINCE}) SELECT seq, {FIRST}, {SINCE} FROM tinyq_before",
+        "DELETE FROM sqlite_sequence WHERE name = 'tinyq_jobs'",  # numbers that were given go on being used up
+        "INSERT INTO sqlite_sequence SELECT 'tinyq_jobs', seq FROM sqlite_sequence WHERE name = 'tinyq_before'",
+        "DROP TABLE tinyq_before",
+        """CREATE TABLE tinyq_rates (
+            namespace TEXT NOT NULL, task TEXT NOT NULL, value TEXT NOT NULL, full_at REAL NOT NULL,
+            PRIMARY KEY (namespace, task, value)
+        ) STRICT""",
     ),
 )
 
@@ -3755,8 +4047,8 @@ INSERT: Final = f"INSERT INTO tinyq_jobs ({', '.join(GIVEN)}) VALUES ({', '.join
 # What most jobs need. A job with a key, of a schedule or with a history takes the statement above.
 INSERT_NEW: Final = (
     "INSERT INTO tinyq_jobs (id, namespace, task, queue, lane, priority, run_at, created, state, ready, payload, "
-    "payload_version, options, headers, expires, attempts, claim_no, snoozes, interruptions, lost) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'pending', ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0)"
+    "payload_version, options, headers, expires, limit_value, attempts, claim_no, snoozes, interruptions, lost) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'pending', ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0)"
 )
 # The same for a job that is handed over: running from its first moment on.
 INSERT_HANDED: Final = (
@@ -3792,25 +4084,56 @@ EDGES: Final = (
     "(SELECT min(lane) FROM tinyq_jobs WHERE ready = 1), (SELECT min(lane) FROM tinyq_jobs WHERE ready = 3), "
     "(SELECT json_group_array(queue) FROM tinyq_paused WHERE namespace = here.name) FROM (SELECT ? AS name) AS here"
 )
-# The recursion jumps from one non-empty lane of the namespace to the next, whatever is in them.
+# The recursion jumps from one non-empty group of lanes of the namespace to the next, whatever is in them. See lane_of.
+GROUPS: Final = """
+WITH RECURSIVE head(lane) AS (
+    SELECT min(lane) FROM tinyq_jobs WHERE ready = 1 AND lane BETWEEN :first AND :last
+    UNION ALL
+    SELECT (SELECT min(n.lane) FROM tinyq_jobs n WHERE n.ready = 1 AND n.lane > head.lane | :within AND n.lane <= :last)
+    FROM head WHERE head.lane IS NOT NULL
+) SELECT j.queue, j.task, j.limit_value, head.lane,
+    (SELECT max(n.lane) FROM tinyq_jobs n WHERE n.ready = 1 AND n.lane BETWEEN head.lane AND head.lane | :within)
+    FROM head LEFT JOIN tinyq_jobs j ON j.seq = (SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.lane = head.lane LIMIT 1)
+    WHERE head.lane IS NOT NULL AND coalesce(j.namespace, :namespace) = :namespace"""
+# And this one from lane to lane within a group, for so many.
 LANES: Final = """
 WITH RECURSIVE head(lane) AS (
     SELECT min(lane) FROM tinyq_jobs WHERE ready = 1 AND lane BETWEEN :first AND :last
     UNION ALL
     SELECT (SELECT min(n.lane) FROM tinyq_jobs n WHERE n.ready = 1 AND n.lane > head.lane AND n.lane <= :last)
-    FROM head WHERE head.lane IS NOT NULL
-) SELECT j.queue, j.task, head.lane FROM head LEFT JOIN tinyq_jobs j
-    ON j.seq = (SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.lane = head.lane LIMIT 1)
-    WHERE head.lane IS NOT NULL AND coalesce(j.namespace, :namespace) = :namespace"""
+    FROM head WHERE head.lane IS NOT NULL LIMIT :most
+) SELECT j.queue, j.task, j.limit_value, head.lane
+    FROM head JOIN tinyq_jobs j ON j.seq = (SELECT n.seq FROM tinyq_jobs n WHERE n.ready = 1 AND n.lane = head.lane LIMIT 1)
+    WHERE j.namespace = :namespace"""
 LANE_HEADS: Final = (
     "SELECT priority, run_at, seq FROM tinyq_jobs WHERE ready = 1 AND lane = ? ORDER BY priority DESC, run_at, seq LIMIT ?"
 )
-FRAGILE_LANES: Final = LANES.replace("ready = 1", "ready = 3")  # a partial index is used only where its condition is spelled out
+# The same for jobs whose tasks have terms, with what these ask for.
+GATED_HEADS: Final = LANE_HEADS.replace("seq FROM", "seq, task, limit_value, singly IS NOT NULL OR lost > 1 FROM")
+FRAGILE_GROUPS: Final = GROUPS.replace(
+    "ready = 1", "ready = 3"
+)  # a partial index is used only where its condition is spelled out
+FRAGILE_LANES: Final = LANES.replace("ready = 1", "ready = 3")
+FRAGILE_GATED: Final = GATED_HEADS.replace("ready = 1", "ready = 3")
 FRAGILE_HEADS: Final = LANE_HEADS.replace("ready = 1", "ready = 3")
 STRAYS: Final = (
-    "SELECT seq, namespace, queue, task FROM tinyq_jobs WHERE ready = 1 AND lane = 0 UNION ALL "
-    "SELECT seq, namespace, queue, task FROM tinyq_jobs WHERE ready = 3 AND lane = 0 LIMIT 500"
+    "SELECT seq, namespace, queue, task, limit_value, singly FROM tinyq_jobs WHERE ready = 1 AND lane = 0 UNION ALL "
+    "SELECT seq, namespace, queue, task, limit_value, singly FROM tinyq_jobs WHERE ready = 3 AND lane = 0 LIMIT 500"
 )
+# Those that were stored without the value that their limits go by: by a process that knows the task by name alone, or before
+# it had a limit.
+UNVALUED: Final = (
+    "SELECT seq, queue, task, payload, payload_version, singly FROM tinyq_jobs "
+    "WHERE ready = 1 AND lane = ? AND limit_value IS NULL LIMIT 500"
+)
+VALUE: Final = "UPDATE tinyq_jobs SET limit_value = ?, lane = ? WHERE seq = ?"
+HOLDERS: Final = (  # the calls that run: those of one claim, which may be many jobs, have begun at one moment
+    "SELECT {what} FROM tinyq_jobs WHERE state = 'running' AND limit_value IS NOT NULL "
+    "AND namespace = ? AND task = ? AND limit_value = ?"
+)
+FULL_AT: Final = "SELECT full_at FROM tinyq_rates WHERE namespace = ? AND task = ? AND value = ?"
+SPEND: Final = "INSERT INTO tinyq_rates VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET full_at = excluded.full_at"
+REGROUP: Final = "UPDATE tinyq_jobs SET singly = ?, lane = 0 WHERE seq = ?"
 COME_DUE: Final = (
     "UPDATE tinyq_jobs SET ready = CASE WHEN lost > 0 THEN 3 ELSE 1 END WHERE seq IN (SELECT seq FROM tinyq_jobs "
     "WHERE ready = 0 AND namespace = ? AND run_at <= ? ORDER BY run_at, priority DESC LIMIT 500)"
@@ -3820,9 +4143,9 @@ CLAIM: Final = (
     "UPDATE tinyq_jobs SET state = 'running', ready = NULL, worker = ?, lease = ?, started = ?, claim_no = claim_no + 1, "
     f"attempts = attempts + 1 WHERE namespace = ? AND seq IN (SELECT value FROM json_each(?)) RETURNING {CLAIMED}, "
     "CASE WHEN recurrence IS NOT NULL AND lost = 0 AND payload_version = 1 "
-    "AND coalesce(options, headers, reason, error, parked, cancel_at) IS NULL THEN 2 ELSE "
+    "AND coalesce(options, headers, reason, error, parked, cancel_at, limit_value, singly) IS NULL THEN 2 ELSE "
     "claim_no > 1 OR payload_version <> 1 "
-    "OR coalesce(options, headers, key, expires, schedule, reason, cancel_at) IS NOT NULL END"
+    "OR coalesce(options, headers, key, expires, schedule, reason, cancel_at, limit_value) IS NOT NULL END"
 )
 
 AMONG: Final = "seq IN (SELECT value FROM json_each(?))"
@@ -3865,7 +4188,8 @@ MOVE_ON_AS_USUAL: Final = (
 )
 RESCHEDULE: Final = (
     "UPDATE tinyq_jobs SET task = :task, payload = :payload, payload_version = :payload_version, options = :options, "
-    "headers = :headers, queue = :queue, lane = :lane, priority = :priority, recurrence = :recurrence WHERE seq = :seq"
+    "headers = :headers, queue = :queue, lane = :lane, limit_value = :limit_value, priority = :priority, "
+    "recurrence = :recurrence WHERE seq = :seq"
 )
 AFRESH: Final = "attempts = 0, snoozes = 0, interruptions = 0"
 START_AFRESH: Final = (
@@ -3909,25 +4233,23 @@ RESUME: Final = "DELETE FROM tinyq_paused WHERE namespace = ? AND queue = ?"
 # What each verb does to the file, given a connection inside BEGIN IMMEDIATE. Plain functions in the thread of the owner.
 
 
+LANE_BITS: Final = 24  # of a lane's number, that tell the lanes of a group apart
+
+
 @functools.cache
 def lane_range(namespace: str) -> dict[str, Any]:
-    """Between which numbers all lanes of a namespace are (and, once in a million, those of another one, too)."""
-    import hashlib
-
-    number = int.from_bytes(hashlib.blake2b(namespace.encode(), digest_size=8).digest()) >> 44
-    return {"namespace": namespace, "first": number << 43, "last": (number + 1 << 43) - 1}
+    """Between which numbers all lanes of a namespace are (and, once in 30,000, those of another one, too)."""
+    number = digest(namespace) >> 49
+    return {"namespace": namespace, "first": number << 48, "last": (number + 1 << 48) - 1, "within": (1 << LANE_BITS) - 1}
 
 
 @functools.lru_cache(10_000)
-def lane_of(namespace: str, queue: str, task: str) -> int:
-    """The lane of a queue and a task as a number, a hash: an index of numbers costs half of one with their names in it. What a
+def lane_of(namespace: str, queue: str, task: str, value: str | None = None, singly: int | None = None) -> int:
+    """The lane of a job as a number, a hash: an index of numbers costs half of one with their names in it. The lanes of a queue
+    and a task are a group, of which most have one: each value that limits go by has its own, and each kind of call. What a
     hand has inserted, or moved to another task or queue, has none at first: the number 0."""
-    import hashlib
-
-    name = "\0".join((queue, task))
-    return (
-        cast(int, lane_range(namespace)["first"]) | int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 21
-    )
+    group = digest("\0".join((queue, task))) >> 40 << LANE_BITS
+    return cast(int, lane_range(namespace)["first"]) | group | digest("\0".join((queue, task, value or "", str(singly)))) >> 40
 
 
 STATES: Final = {str(state): state for state in State}
@@ -3967,14 +4289,14 @@ def is_new(row: JobRow) -> bool:
 
 
 def who_and_when(row: JobRow, namespace: str) -> tuple[Any, ...]:
-    lane = row.lane or lane_of(namespace, row.queue, row.task)
+    lane = row.lane or lane_of(namespace, row.queue, row.task, row.limit_value)
     return row.id, namespace, row.task, row.queue, lane, row.priority, row.run_at, row.created
 
 
 def insert_new(db: sqlite3.Connection, namespace: str, rows: Iterable[JobRow], now: int) -> None:
     values = [
         (*who_and_when(row, namespace), LATER if row.run_at > now else CLAIMABLE,
-         row.payload, row.payload_version, row.options, row.headers, row.expires)
+         row.payload, row.payload_version, row.options, row.headers, row.expires, row.limit_value)
         for row in rows
     ]  # fmt: skip
     db.executemany(INSERT_NEW, values)
@@ -3984,7 +4306,7 @@ def insert_all(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow], n
     """New rows. One that comes with a lease is to be handed over, and loses it if something of its queue is due before it."""
     handed = [row for row in rows if row.lease is not None]
     if handed:
-        busy = {queue for queue, _, _ in db.execute(LANES, lane_range(namespace))} | paused_queues(db, namespace)
+        busy = {queue for queue, *_ in db.execute(GROUPS, lane_range(namespace))} | paused_queues(db, namespace)
         for row in handed:
             if row.queue in busy:
                 row.worker = row.lease = row.started = None
@@ -3997,7 +4319,7 @@ def insert_all(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow], n
 def insert_handed(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow]) -> None:
     """Rows that are already leased to the worker who inserts them, and their numbers, which follow one another."""
     values = [
-        (*who_and_when(row, namespace), row.payload, row.payload_version, row.options, row.headers, row.expires,
+        (*who_and_when(row, namespace), row.payload, row.payload_version, row.options, row.headers, row.expires, None,
          row.worker, row.lease, row.started)
         for row in rows
     ]  # fmt: skip
@@ -4010,7 +4332,7 @@ def insert_handed(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow]
 def insert_special(db: sqlite3.Connection, namespace: str, row: JobRow, now: int) -> Inserted:
     """A row with a key, an occurrence of a schedule, or a job that has run before."""
     row.namespace, row.ready = namespace, claimable(row.run_at, row.lost, now)
-    row.lane = lane_of(namespace, row.queue, row.task)
+    row.lane = lane_of(namespace, row.queue, row.task, row.limit_value, row.singly)
     superseded = False
     if row.schedule is not None and not row.by_hand:
         if db.execute(FIRE, (row.namespace, row.schedule, row.fire_time, row.rule)).rowcount == 0:
@@ -4048,7 +4370,10 @@ def reschedule(db: sqlite3.Connection, known: JobRow, row: JobRow, now: int) -> 
     """Give a recurring job other arguments, options or another rule; of one that runs, from its next run on."""
     row.recurrence, afresh = redefined(cast(str, known.recurrence), cast(str, row.recurrence))
     row.seq = known.seq
-    told = ("task", "payload", "payload_version", "options", "headers", "queue", "lane", "priority", "recurrence", "seq")
+    told = (
+        "task", "payload", "payload_version", "options", "headers", "queue", "lane", "limit_value", "priority", "recurrence",
+        "seq",
+    )  # fmt: skip
     if all(getattr(known, name) == getattr(row, name) for name in told):
         return Inserted(known, "existing")
     db.execute(RESCHEDULE, {name: getattr(row, name) for name in told})
@@ -4089,51 +4414,151 @@ def same_key(db: sqlite3.Connection, row: JobRow, state: State) -> JobRow | None
     return as_row(found) if found else None
 
 
+class Lane(NamedTuple):
+    """A lane that has room."""
+
+    queue: str
+    task: str
+    value: str | None  # see JobRow.limit_value
+    number: int
+    fragile: bool
+    slots: int  # that are free for it
+    terms: Terms | None
+
+
+LANES_AT_ONCE: Final = 100  # of one group that one claim looks at
+LOOK_ON: Final = 20_000  # microseconds until it looks at others, if all of these have to wait
+
+
+def lanes_of_group(db: sqlite3.Connection, namespace: str, first: int, last: int, fragile: bool, now: int) -> list[Any]:
+    """(queue, task, value, lane) of some lanes; of more than are looked at, others each time."""
+    lanes, start = FRAGILE_LANES if fragile else LANES, first + now * 7_919 % (last - first + 1)
+    some = {"namespace": namespace, "first": start, "last": last, "most": LANES_AT_ONCE}
+    found = db.execute(lanes, some).fetchall()
+    if (most := LANES_AT_ONCE - len(found)) > 0:
+        found += db.execute(lanes, some | {"first": first, "last": start - 1, "most": most}).fetchall()
+    return found
+
+
 def lanes_with_room(
-    db: sqlite3.Connection, namespace: str, room: Room, select: str = LANES
-) -> tuple[list[tuple[str, str, int, int]], bool]:
-    """(queue, task, lane, most that may start) of the lanes that have room; and whether there are others that are served here."""
-    lanes, full = [], False
-    for queue_name, task_name, lane in db.execute(select, lane_range(namespace)).fetchall():
-        if queue_name is None:  # the index holds what the table does not: each look would find it again
+    db: sqlite3.Connection, namespace: str, room: Room, now: int, fragile: bool = False
+) -> tuple[list[Lane], bool]:
+    """The lanes for which there are slots; and whether there are others that are served here."""
+    lanes, full = list[Lane](), False
+    for queue, task, value, first, last in db.execute(FRAGILE_GROUPS if fragile else GROUPS, lane_range(namespace)).fetchall():
+        if queue is None:  # the index holds what the table does not: each look would find it again
             raise StoreError("due jobs were found and none can be claimed: see PRAGMA integrity_check, and REINDEX")
-        if (most := room.free(queue_name, task_name)) > 0:
-            lanes.append((queue_name, task_name, lane, most))
-        elif room.wants(queue_name, task_name):
-            full = True
+        if room.free(queue, task) <= 0:
+            full = full or room.wants(queue, task)
+            continue
+        group = [(queue, task, value, first)] if first == last else lanes_of_group(db, namespace, first, last, fragile, now)
+        for lane in group:
+            if (slots := room.free(*lane[:2])) > 0:
+                lanes.append(Lane._make((*lane, fragile, slots, room.terms.get(lane[1]))))
+        full = full or len(group) == LANES_AT_ONCE
     return lanes, full
 
 
 def due_lanes(
-    db: sqlite3.Connection, namespace: str, room: Room, first: int | None, first_fragile: int | None
-) -> tuple[list[tuple[str, str, int, int]], list[tuple[str, str, int, int]], bool]:
+    db: sqlite3.Connection, namespace: str, room: Room, first: int | None, first_fragile: int | None, now: int
+) -> tuple[list[Lane], list[Lane], bool]:
     """The lanes that have room, those of fragile rows apart, and whether there are others. `first`: see EDGES."""
-    lanes, full = lanes_with_room(db, namespace, room) if first is not None else ([], False)
+    lanes, full = lanes_with_room(db, namespace, room, now) if first is not None else ([], False)
     if first_fragile is None:
         return lanes, [], full
-    fragile, full_too = lanes_with_room(db, namespace, room, FRAGILE_LANES)
+    fragile, full_too = lanes_with_room(db, namespace, room, now, fragile=True)
     return lanes, fragile, full or full_too
 
 
+def plain_heads(db: sqlite3.Connection, room: Room, lane: Lane) -> tuple[list[Any], bool]:
+    """The best of a lane whose task has no terms, and whether there may be more."""
+    most = min(lane.slots, room.fragile) if lane.fragile else lane.slots
+    found = db.execute(FRAGILE_HEADS if lane.fragile else LANE_HEADS, (lane.number, most)).fetchall()
+    return found, len(found) == most
+
+
+def gated_heads(db: sqlite3.Connection, room: Room, lane: Lane, limits: Limits, now: int) -> tuple[list[Any], int | None]:
+    """The best of a lane whose task has terms, as many as these let start; or when those that wait for others have waited."""
+    terms, slots = cast(Terms, lane.terms), min(lane.slots, room.fragile) if lane.fragile else lane.slots
+    most = limits.most(terms, lane.value or "", slots)
+    if most <= 0:
+        return [], None
+    select = FRAGILE_GATED if lane.fragile else GATED_HEADS
+    found = db.execute(select, (lane.number, max(terms.size, min(most, GROUP_OF_ITEMS)))).fetchall()
+    if found and terms.window and not (lane.fragile or found[0][5] or terms.ripe(found[0][1], len(found), now)):
+        return [], found[0][1] + terms.window
+    return found[:most], None
+
+
+GROUP_OF_ITEMS: Final = 2_000  # items for calls that one claim takes of a lane, or one call, if that is more
+
+
+class Choice(NamedTuple):
+    """What a claim would take."""
+
+    seqs: Sequence[int]
+    more: bool  # something due may be left
+    wait: int | None = None  # when there is something again, whose time has come but for a rate or a window
+    spent: Iterable[tuple[str, str, Rate, int]] = ()
+
+
 def candidates(
-    db: sqlite3.Connection, namespace: str, room: Room, first: int | None, first_fragile: int | None
-) -> tuple[list[int], bool]:
-    """The seqs a claim would take: the heads of every lane that has room, merged by priority, time and sequence. And whether
-    something due may be left."""
-    lanes, fragile, more = due_lanes(db, namespace, room, first, first_fragile)
-    heads: list[tuple[int, int, int, str, str, bool]] = []
-    for queue_name, task_name, lane, most in lanes:
-        found = db.execute(LANE_HEADS, (lane, most)).fetchall()
-        more = more or len(found) == most
-        if len(lanes) == 1 and not fragile:
-            return [seq for _, _, seq in found], more
-        heads += [(*head, queue_name, task_name, False) for head in found]
-    for queue_name, task_name, lane, most in fragile if room.fragile > 0 else ():
-        found = db.execute(FRAGILE_HEADS, (lane, min(most, room.fragile))).fetchall()
-        heads += [(*head, queue_name, task_name, True) for head in found]
-    heads.sort(key=lambda head: (-head[0], head[1], head[2]))
-    picked = room.pick((queue_name, task_name, fragile, seq) for _, _, seq, queue_name, task_name, fragile in heads)
-    return picked, more or bool(fragile) or len(picked) < len(heads)
+    db: sqlite3.Connection, namespace: str, room: Room, lanes: Sequence[Lane], fragile: Sequence[Lane], now: int
+) -> Choice:
+    """The heads of every lane that has room, merged by priority, time and sequence."""
+    if len(lanes) == 1 and not fragile and lanes[0].terms is None:
+        found, more = plain_heads(db, room, lanes[0])
+        return Choice([seq for _, _, seq in found], more)
+    limits = Limits(room, functools.partial(left_in_all, db, namespace, now))
+    heads: list[tuple[int, int, int, Candidate]] = []
+    more, wait = bool(fragile), None
+    for lane in (*lanes, *(fragile if room.fragile > 0 else ())):
+        if lane.terms is None:
+            found, full = plain_heads(db, room, lane)
+            more = more or full
+            plain = (lane.queue, lane.task, lane.fragile, "", True)
+            heads += [(-priority, run_at, seq, (*plain, seq)) for priority, run_at, seq in found]
+            continue
+        found, ripe_at = gated_heads(db, room, lane, limits, now)
+        more, wait = True, soonest(wait, ripe_at)
+        heads += [
+            (-priority, run_at, seq, (lane.queue, task, lane.fragile, value or "", bool(alone), seq))
+            for priority, run_at, seq, task, value, alone in found
+        ]
+    heads.sort()
+    picked = room.pick((head[3] for head in heads), limits)
+    wait = soonest(wait, limits.wait, now + LOOK_ON if not picked and len(lanes) >= LANES_AT_ONCE else None)
+    return Choice(picked, more or len(picked) < len(heads), wait, limits.spent)
+
+
+def left_in_all(db: sqlite3.Connection, namespace: str, now: int, terms: Terms, value: str) -> Left:
+    """What the limits of all processes leave. What has a lease counts until the job is settled or reclaimed, even if that lease
+    is over: no step of a clock lets one more start."""
+    calls, items, wait = terms.total, math.inf, None
+    if terms.total < math.inf:
+        select = HOLDERS.format(what="count(*)" if terms.size == 1 else "count(DISTINCT worker || ' ' || started)")
+        calls -= sum(db.execute(select, (namespace, name, value)).fetchone()[0] for name in terms.names)
+        calls = min(calls, 1) if terms.size > 1 else calls  # so that each has a moment of its own
+    if terms.rate is not None:
+        known = db.execute(FULL_AT, (namespace, terms.names[0], value)).fetchone()
+        items, at = terms.rate.tokens(known[0] if known else None, now)
+        wait = None if items else at
+    return calls, items, wait
+
+
+def give_values(db: sqlite3.Connection, namespace: str, lanes: Sequence[Lane]) -> bool:
+    """Have what was stored without it get the value that its limits go by. Whether there was any such job."""
+    given = 0
+    for lane in lanes:
+        terms = lane.terms
+        if terms is None or not terms.limited or lane.value is not None:
+            continue
+        rows = []
+        for seq, queue, task, payload, version, singly in db.execute(UNVALUED, (lane.number,)).fetchall():
+            value = terms.value_of(payload, version)
+            rows.append((value, lane_of(namespace, queue, task, value, singly), seq))
+        given += db.executemany(VALUE, rows).rowcount if rows else 0
+    return given > 0
 
 
 def edges(db: sqlite3.Connection, namespace: str) -> tuple[int | None, int | None, int | None, frozenset[str]]:
@@ -4147,8 +4572,14 @@ def look_for_due(db: sqlite3.Connection, namespace: str, room: Room, now: int) -
     next_at, first, first_fragile, paused = edges(db, namespace)
     if (next_at is not None and next_at <= now) or first == 0 or first_fragile == 0:
         return None
-    lanes, fragile, full = due_lanes(db, namespace, room.without(paused), first, first_fragile)
-    return None if lanes or (fragile and room.fragile > 0) else Claimed((), next_at, full or bool(fragile), paused)
+    room = room.without(paused)
+    lanes, fragile, full = due_lanes(db, namespace, room, first, first_fragile, now)
+    if not lanes and (not fragile or room.fragile <= 0):
+        return Claimed((), next_at, full or bool(fragile), paused)
+    if any(lane.terms is None or (lane.terms.limited and lane.value is None) for lane in (*lanes, *fragile)):
+        return None
+    choice = candidates(db, namespace, room, lanes, fragile, now)
+    return None if choice.seqs else Claimed((), soonest(next_at, choice.wait), full or choice.more, paused)
 
 
 def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, lease: int, now: int) -> Claimed:
@@ -4158,14 +4589,27 @@ def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, 
         next_at, first, first_fragile, paused = edges(db, namespace)
         next_at = now if moved == 500 else next_at
     if first == 0 or first_fragile == 0:
-        lanes = [(lane_of(*where), seq) for seq, *where in db.execute(STRAYS).fetchall()]
-        db.executemany("UPDATE tinyq_jobs SET lane = ? WHERE seq = ?", lanes)
-        next_at = now if len(lanes) == 500 else next_at
-    seqs, more = candidates(db, namespace, room.without(paused), first, first_fragile)
+        strays = [(lane_of(*where), seq) for seq, *where in db.execute(STRAYS).fetchall()]
+        db.executemany("UPDATE tinyq_jobs SET lane = ? WHERE seq = ?", strays)
+        next_at = now if len(strays) == 500 else next_at
+    room = room.without(paused)
+    lanes, fragile, full = due_lanes(db, namespace, room, first, first_fragile, now)
+    if give_values(db, namespace, lanes):
+        next_at, (lanes, fragile, full) = now, due_lanes(db, namespace, room, first, first_fragile, now)
+    choice = candidates(db, namespace, room, lanes, fragile, now)
+    for task, value, rate, count in choice.spent:
+        known = db.execute(FULL_AT, (namespace, task, value)).fetchone()
+        db.execute(SPEND, (namespace, task, value, rate.spend(known[0] if known else None, now, count)))
+    rows = whole_rows(db, take(db, namespace, choice.seqs, worker, lease, now), worker, lease, now)
+    return Claimed(rows, soonest(next_at, choice.wait), full or choice.more, paused)
+
+
+def whole_rows(db: sqlite3.Connection, claimed: Iterable[Sequence[Any]], worker: str, lease: int, now: int) -> list[JobRow]:
+    """What a claim has taken, in order, with all that is to be known of it."""
     rows: list[JobRow] = []
     recurring: dict[int, JobRow] = {}
     special: list[int] = []
-    for values in take(db, namespace, seqs, worker, lease, now):
+    for values in claimed:
         if values[-1] == SPECIAL:
             special.append(values[0])
             continue
@@ -4178,7 +4622,7 @@ def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, 
         for seq, *others in db.execute(SELECT_RECURRING, (encode_json([*recurring]),)):
             vars(recurring[seq]).update(zip(RECURRING_HAS, others, strict=True))
     rows.sort(key=lambda row: (-row.priority, row.run_at, row.seq))  # RETURNING has no order
-    return Claimed(rows, next_at, more, paused)
+    return rows
 
 
 def take(db: sqlite3.Connection, namespace: str, seqs: Sequence[int], worker: str, lease: int, now: int) -> Sequence[Any]:
@@ -4196,8 +4640,8 @@ def claimed_row(values: Sequence[Any], worker: str, lease: int, now: int) -> Job
 def unknown_heads(db: sqlite3.Connection, namespace: str, known: Iterable[str]) -> dict[int, str]:
     """The first due job of each lane whose task is not among the known ones: seq and task."""
     heads: dict[int, str] = {}
-    for lanes, lane_heads in ((LANES, LANE_HEADS), (FRAGILE_LANES, FRAGILE_HEADS)):
-        for _, task_name, lane in db.execute(lanes, lane_range(namespace)).fetchall():
+    for groups, lane_heads in ((GROUPS, LANE_HEADS), (FRAGILE_GROUPS, FRAGILE_HEADS)):
+        for _, task_name, _, lane, _ in db.execute(groups, lane_range(namespace)).fetchall():
             if task_name not in known:
                 heads |= {seq: task_name for _, _, seq in db.execute(lane_heads, (lane, 1))}
     return heads
@@ -4244,6 +4688,8 @@ def settle_rows(
         db.executemany(MOVE_ON_AS_USUAL, usual)
     if gone:
         db.execute(DELETE, (encode_json(gone),))
+    if regrouped := [(change.singly or None, change.seq) for change in settlements if change.singly is not None]:
+        db.executemany(REGROUP, [changed for changed in regrouped if states.get(changed[1]) is State.PENDING])
     return states
 
 
@@ -5176,7 +5622,7 @@ class SQLiteStore:
         return answers
 
     def _note_settled(self, settlements: Sequence[Settlement], states: dict[int, State], now: int) -> dict[int, State]:
-        again = (change.seq for change in settlements if change.state is State.PENDING and change.run_at <= now)
+        again = (change.seq for change in settlements if change.frees or (change.state is State.PENDING and change.run_at <= now))
         self._note_due(any(seq in states for seq in again), now)
         return states
 
@@ -5680,6 +6126,7 @@ class Tier(Record):
     middleware: Sequence[Middleware] = ()  # the first is outermost; grows while jobs run
     hungry: bool = False  # something due may have been left for lack of room: a slot that comes free is to wake it
     serves: frozenset[str] | None = None  # see Room
+    terms: Mapping[str, Terms] = {}  # by task
 
 
 class Running(JobRow):
@@ -6750,9 +7197,13 @@ class Slots:
         self.threads = threads
         self.fragile = 1
         self.lent = False  # to a claim that is under way
+        self.busy: dict[tuple[str, str], int] = {}  # see Room
 
     def room(self, tier: Tier) -> Room:
-        return Room(self.shared, self.named, self.threads, self.fragile, tier.tasks, serves=tier.serves)
+        return Room(
+            self.shared, self.named, self.threads, self.fragile, tier.tasks,
+            serves=tier.serves, terms=tier.terms, busy=dict(self.busy),
+        )  # fmt: skip
 
     def full(self) -> bool:
         return self.shared <= 0 and all(free <= 0 for free in self.named.values())
@@ -6769,6 +7220,11 @@ class Slots:
             self.threads += slots
         if job.lost:
             self.fragile += slots
+        if (terms := job.handler.terms) is not None and terms.limited:
+            limit = (terms.names[0], job.limit_value or "")
+            self.busy[limit] = self.busy.get(limit, 0) - slots
+            if self.busy[limit] == 0:
+                del self.busy[limit]
 
 
 @contextlib.contextmanager
@@ -7006,6 +7462,7 @@ class Crew:
             or row.run_at > now
             or row.task not in tier.tasks
             or (tier.serves is not None and row.queue not in tier.serves)
+            or row.handler.terms is not None
             or not self.may_start(tier, row.queue, row.handler, now)
         ):
             return False
@@ -7049,7 +7506,8 @@ class Crew:
         job.runner = None  # whose context leads back to the job
         if self.tiers[0].hungry or self.tiers[-1].hungry:
             self._wake_hungry()
-        if outcome is DONE and job.key is None and job.settings.result_ttl <= 0:  # what most jobs come to, without the detour
+        # What most jobs come to, without the detour.
+        if outcome is DONE and job.key is None and job.settings.result_ttl <= 0 and not job.settings.gated:
             if job.durable:
                 self._ended.append((job, DONE, done_with(job)))
                 self.settle_wake.set()
@@ -7090,7 +7548,8 @@ class Crew:
             log.warning("%s: %s; its outcome is not written", label(job), outcome.reason)
             self._leave(job, now)
         elif job.tier.durable:
-            self._ended.append((job, outcome, decide(job, outcome, job.settings, now)._replace(ran=job.ran)))
+            frees = job.handler.terms is not None and job.handler.terms.total < math.inf
+            self._ended.append((job, outcome, decide(job, outcome, job.settings, now)._replace(ran=job.ran, frees=frees)))
             self.settle_wake.set()
         else:
             change = decide(job, outcome, job.settings, now)._replace(ran=job.ran)
@@ -7596,7 +8055,10 @@ class Intake:
         self.handlers = handlers
         self.memory_store = MemoryStore()
         self.memory_tasks: dict[str, bool] = {}
-        self.memory = Tier(store=self.memory_store, durable=False, tasks=self.memory_tasks, wake=asyncio.Event())
+        self.terms: dict[str, Terms] = {}
+        self.memory = Tier(
+            store=self.memory_store, durable=False, tasks=self.memory_tasks, wake=asyncio.Event(), terms=self.terms
+        )
         self.durable_store: SQLiteStore | None = None
         self.durable: Tier | None = None
         self.durable_tasks: dict[str, bool] = {}
@@ -7653,6 +8115,10 @@ class Intake:
         if handler.registered and self.handlers.get(handler.name, handler) is not handler:
             return  # another has taken its place
         self.memory_tasks[handler.name] = handler.in_thread or self.memory_tasks.get(handler.name, False)
+        for name in (handler.name, *handler.aliases) if handler.registered else ():
+            self.terms.pop(name, None)
+            if handler.terms is not None and self.handlers.get(name, handler) is handler:
+                self.terms[name] = handler.terms
         for alias in handler.aliases:
             if self.handlers.get(alias) is handler:
                 self.durable_tasks[alias] = handler.in_thread
@@ -7695,6 +8161,8 @@ class Intake:
             row.args, row.kwargs = call
             row.context = contextvars.copy_context()
             self.look_at(name, (*call[0], *call[1].values()))
+        if settings.gated and handler is not None and handler.terms is not None and handler.terms.limited:
+            row.limit_value = limit_value(handler, call)
         return row
 
     def make_recurring(self, row: JobRow, key: str, recurrence: Recurrence, immediate: bool) -> None:
@@ -8392,6 +8860,7 @@ class Engine(Inquiries):
                 middleware=self.memory.middleware,
                 hungry=self.config.worker,  # what it left is not known before the first claim
                 serves=self.config.serves,
+                terms=self.terms,
             )
             self.durable_store.on_added = self.durable.wake.set
             self.crew.tiers.append(self.durable)
@@ -8881,7 +9350,12 @@ class OneByOne(Slots):
     """Room for one more, however many there are: a job may wait for another that it has enqueued."""
 
     def room(self, tier: Tier) -> Room:
-        return Room(1, {}, 1, 1, tier.tasks)
+        return Room(1, {}, 1, 1, tier.tasks, terms={name: self._free(terms) for name, terms in tier.terms.items()})
+
+    @staticmethod
+    def _free(terms: Terms) -> Terms:
+        """With calls that wait for no more items than there are; limits are of no account where nothing runs beside anything."""
+        return Terms(names=terms.names, size=terms.size)
 
     def full(self) -> bool:
         return False
@@ -8923,8 +9397,11 @@ class KitEngine(Engine):
         super().__init__(self._unopened(config), handlers, cast(asyncio.AbstractEventLoop, AnyLoop()))
         self.loose = self.memory_store = KitStore()
         self.table = KitStore(self.loose)
-        self.memory = Tier(store=self.loose, durable=False, tasks=self.memory_tasks, wake=asyncio.Event())
-        self.durable = Tier(store=self.table, durable=True, tasks=self.durable_tasks, wake=asyncio.Event())
+        loose, table = (self.loose, self.memory_tasks), (self.table, self.durable_tasks)
+        self.memory, self.durable = (
+            Tier(store=store, durable=store.durable, tasks=tasks, wake=asyncio.Event(), terms=self.terms)
+            for store, tasks in (loose, table)
+        )
         self.hands = self.crew = KitCrew(
             self.still, self.loose, OneByOne(1, {}, 1), self.settings_of, self.worker, config.lease, self.loop
         )
@@ -9713,7 +10190,7 @@ class TinyQ:
         replace: bool = False,
         promote: Promote | None = None,
         run_in: RunIn | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[TaskOptions],
     ) -> Decorator: ...
     def task(
         self,
@@ -9741,11 +10218,12 @@ class TinyQ:
         Raises TypeError for what is not callable, an unknown option, or a function that another process cannot import;
         ValueError for a bad value.
         """
-        own = ("name", "aliases", "replace", "promote", "run_in")
-        checked = check_options(options, f"task {name!r}" if name else "task()", *own)
+        own, where = ("name", "aliases", "replace", "promote", "run_in", *LIMITS), f"task {name!r}" if name else "task()"
+        limits = take_limits(options, where)
+        checked = check_options(options, where, *own)
         flag(replace, "replace")
         refuse_tx(checked, "task()")
-        registered = registration(name, aliases, promote, run_in)
+        registered = registration(name, aliases, promote, run_in, limits)
 
         def register(function: Callable[..., Any]) -> Task[..., Any, Any]:
             return self._register(function, checked, replace=replace, **registered)
@@ -9761,6 +10239,7 @@ class TinyQ:
         aliases: Sequence[str],
         promote: Promote | None,
         run_in: RunIn | None,
+        limits: Mapping[str, Any],
         replace: bool = False,
     ) -> Task[..., Any, Any]:
         handler = make_handler(fn.fn if isinstance(fn, Task) else fn, name, options, promote)
@@ -9769,6 +10248,8 @@ class TinyQ:
         replaced = self._handlers.get(handler.name)
         aliases = [*aliases, *(replaced.aliases if replaced and replaced.name == handler.name else ())]
         handler.aliases = tuple(dict.fromkeys(alias for alias in aliases if alias != handler.name))
+        if limits:
+            set_limits(handler, limits)
         for taken in (handler.name, *handler.aliases):
             if taken in self._handlers and not replace:
                 raise DuplicateTask(f"a task named {taken!r} is registered already: give one of them name=…, or replace=True")
@@ -9800,7 +10281,7 @@ class TinyQ:
         aliases: Sequence[str] | frozenset[str] = (),
         promote: Promote | None = None,
         run_in: RunIn | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[TaskOptions],
     ) -> Decorator:
         """Run a function at every multiple of `seconds` since the epoch (moved by `offset`): every(60) means each full minute.
 
@@ -9820,7 +10301,7 @@ class TinyQ:
         for a time of the day. Raises TypeError for a function that needs arguments.
         """
         how = {"immediate": immediate, "overlap": overlap, "misfire": misfire, "misfire_grace": misfire_grace}
-        own = registration(name, aliases, promote, run_in)
+        own = registration(name, aliases, promote, run_in, take_limits(cast(Any, options), "every()"))
         return self._periodic("every()", Every(seconds, offset), {**how, "per_process": per_process}, own, options, "offset")
 
     def cron(
@@ -9837,14 +10318,14 @@ class TinyQ:
         aliases: Sequence[str] | frozenset[str] = (),
         promote: Promote | None = None,
         run_in: RunIn | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[TaskOptions],
     ) -> Decorator:
         """Run a function when a time zone's clock reads what an expression names: `@q.cron("30 2 * * *", tz="Europe/Berlin")`.
 
         The expression, `tz`, what happens when clocks change, and what is raised: see `Cron`. All else is as for `every`.
         """
         how = {"immediate": immediate, "overlap": overlap, "misfire": misfire, "misfire_grace": misfire_grace}
-        own = registration(name, aliases, promote, run_in)
+        own = registration(name, aliases, promote, run_in, take_limits(cast(Any, options), "cron()"))
         return self._periodic("cron()", Cron(expression, tz), {**how, "per_process": per_process}, own, options, "tz")
 
     def _periodic(
@@ -9925,7 +10406,7 @@ class TinyQ:
             raise TypeError(f"{where}: {bare.name!r} needs arguments, and a schedule has none to give: use functools.partial")
         if not isinstance(fn, Task):
             return self._register(fn, {"retry": ONE_START, **options}, **own)
-        if fn._q is not self or options or any(value not in (None, []) for value in own.values()):
+        if fn._q is not self or options or any(value not in (None, [], {}) for value in own.values()):
             raise TypeError(
                 f"{where}: {fn!r} is a task already: set its name and options there, and use the TinyQ that it belongs to"
             )
@@ -10556,10 +11037,10 @@ class TinyQ:
         await self._running().resume(text(queue, "queue"))
 
 
-def registration(name: str | None, aliases: object, promote: object, run_in: object) -> dict[str, Any]:
+def registration(name: str | None, aliases: object, promote: object, run_in: object, limits: Mapping[str, Any]) -> dict[str, Any]:
     """What `task`, `every` and `cron` are told about the task itself, checked."""
     choice(promote, "promote", None, True, False, "interrupted")
-    return {"name": name, "aliases": names_from(aliases), "promote": promote, "run_in": run_in}
+    return {"name": name, "aliases": names_from(aliases), "promote": promote, "run_in": run_in, "limits": limits}
 
 
 def hook_from(hook: Any) -> Handler:

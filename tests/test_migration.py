@@ -90,7 +90,9 @@ def rows(path: Path, sql: str) -> list[Any]:
 
 
 async def test_every_job_of_an_old_file_is_kept_as_it_was(old: Path) -> None:
-    columns = ", ".join(name for name in tinyq.COLUMNS if name not in ("lane", "progress", "recurrence", "tally"))
+    columns = ", ".join(
+        name for name in tinyq.COLUMNS if name not in ("lane", "progress", "recurrence", "tally", "limit_value", "singly")
+    )
     before = rows(old, f"SELECT {columns} FROM tinyq_jobs ORDER BY seq")
     async with TinyQ(old, worker=False):
         pass
@@ -133,7 +135,7 @@ async def test_an_old_file_ends_with_the_tables_of_a_new_one(old: Path, tmp_path
     assert [row for row in rows(old, schema) if row[1] not in ("tinyq_meta", "tinyq_schedules")] == [
         row for row in rows(new, schema) if row[1] not in ("tinyq_meta", "tinyq_schedules")
     ]
-    assert rows(old, "SELECT * FROM tinyq_meta") == rows(new, "SELECT * FROM tinyq_meta") == [("schema", 4)]
+    assert rows(old, "SELECT * FROM tinyq_meta") == rows(new, "SELECT * FROM tinyq_meta") == [("schema", 5)]
 
 
 async def test_the_jobs_of_a_file_of_version_2_have_told_of_no_progress(tmp_path: Path) -> None:
@@ -150,10 +152,10 @@ async def test_the_jobs_of_a_file_of_version_2_have_told_of_no_progress(tmp_path
         job = await q.get((bytes([1]) * 16).hex())
         assert (job.task, job.progress) == ("note", None)
     assert rows(path, "SELECT progress FROM tinyq_jobs") == [(None,)]
-    assert rows(path, "SELECT value FROM tinyq_meta") == [(4,)]
+    assert rows(path, "SELECT value FROM tinyq_meta") == [(5,)]
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("version", [1, 2, 3, 4])
 async def test_a_schedule_of_an_older_file_goes_on_from_its_last_fire_time(tmp_path: Path, version: int) -> None:
     path = tmp_path / "older.db"
     with closing(sqlite3.connect(path)) as db:
@@ -162,7 +164,7 @@ async def test_a_schedule_of_an_older_file_goes_on_from_its_last_fire_time(tmp_p
             for statement in statements:
                 db.execute(statement)
         db.execute("INSERT INTO tinyq_meta VALUES ('schema', ?)", (version,))
-        db.execute("INSERT INTO tinyq_schedules VALUES ('default', 'tick', ?)", (NOW,))
+        db.execute("INSERT INTO tinyq_schedules (namespace, name, last_fire) VALUES ('default', 'tick', ?)", (NOW,))
         db.commit()
     clock = FakeClock("2026-01-01T12:59:59+00:00")  # NOW is noon
     fires: list[datetime | None] = []

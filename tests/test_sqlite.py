@@ -935,9 +935,11 @@ async def test_no_statement_of_daily_work_scans_the_jobs(watched: SQLiteStore, s
 @pytest.mark.parametrize(
     ("statement", "parameters", "index"),
     [
-        ("LANES", tinyq.lane_range("default"), "tinyq_claim (lane>?"),
+        ("GROUPS", tinyq.lane_range("default"), "tinyq_claim (lane>?"),
+        ("LANES", tinyq.lane_range("default") | {"most": 10}, "tinyq_claim (lane>?"),
         ("LANE_HEADS", (tinyq.lane_of("default", "q1", "send"), 5), "tinyq_claim (lane=?)"),
-        ("FRAGILE_LANES", tinyq.lane_range("default"), "tinyq_fragile (lane>?"),
+        ("FRAGILE_GROUPS", tinyq.lane_range("default"), "tinyq_fragile (lane>?"),
+        ("FRAGILE_LANES", tinyq.lane_range("default") | {"most": 10}, "tinyq_fragile (lane>?"),
         ("FRAGILE_HEADS", (tinyq.lane_of("default", "q1", "send"), 5), "tinyq_fragile (lane=?)"),
         ("STRAYS", (), "tinyq_claim (lane=?)"),
         ("STRAYS", (), "tinyq_fragile (lane=?)"),
@@ -980,9 +982,9 @@ async def test_who_looks_for_lost_workers_does_not_read_payloads(store: SQLiteSt
 
 
 async def test_what_may_be_long_comes_last_in_a_row_of_the_file(store: SQLiteStore, other: sqlite3.Connection) -> None:
-    """So that it is not read on the way to a short column. (What came later stands behind, and is read with them only.)"""
+    """So that it is not read on the way to a short column."""
     names = [name for _, name, *_ in other.execute("PRAGMA table_info(tinyq_jobs)")]
-    assert names[-5:] == ["payload", "result", "progress", "recurrence", "tally"]
+    assert names[-3:] == ["payload", "result", "progress"]
     light = dict(zip(tinyq.COLUMNS, tinyq.LIGHT.split(", "), strict=True))
     assert {column for column, selected in light.items() if selected == "NULL"} == {"payload", "result", "progress"}
 
