@@ -89,6 +89,7 @@ from enum import StrEnum
 from typing import (
     TYPE_CHECKING,
     Any,
+    Concatenate,
     Final,
     Generic,
     Literal,
@@ -161,7 +162,7 @@ __all__ = [
     "DuplicateTask", "EnqueuedJob", "Every", "Health", "Job", "JobCancelled", "JobError", "JobFailed", "JobNotFound",
     "KeyConflict", "Kit", "NoResult", "NotStarted", "Options", "PayloadError", "PayloadTooLarge", "ProcessDied", "QueueFull",
     "Rate", "RecurringJob", "Retry", "RetryAfter", "Schedule", "ScheduleStats", "ShuttingDown", "Snooze", "State", "Stats",
-    "StoreBusy", "StoreError", "Task", "TaskOptions", "TinyQ", "TinyQError", "UnknownTask", "configure", "cron",
+    "StoreBusy", "StoreError", "Task", "TaskOptions", "TinyQ", "TinyQError", "UnknownTask", "batch", "configure", "cron",
     "current_job", "dead", "drain", "enqueue", "enqueue_many", "enqueue_sync", "every", "get", "health", "lifespan",
     "middleware", "on_dead", "on_enqueue", "pause", "purge", "quiesce", "requeue", "resume", "run", "schedule", "schedules",
     "spawn", "start", "stats", "stop", "task", "testing", "unschedule", "wake",
@@ -829,6 +830,7 @@ class JobRow:
     refused: Outcome | None = None  # why its handler cannot even be called
     doubtful: bool = False  # it may turn out that its handler must not be called
     why: Why | None = None  # why it was told to stop
+    call: BatchCall | None = None  # that it is in, together with others
     note: str | None = None  # for the stored row, with the next renewal
     reporter: Reporter | None = None  # if it is durable and has told of its progress
     to_parent: Callable[[float, str | None], None] | None = None  # in a process of its own: hands on what it tells of that
@@ -857,7 +859,9 @@ class JobRow:
         """Cancel the handler; the first reason stands, unless the right to write anything is gone."""
         if self.why is None or why in ("lost", "abandoned"):
             self.why = why
-        if self.in_handler and self.runner is not None:
+        if self.call is not None:
+            self.call.stop_for(why)
+        elif self.in_handler and self.runner is not None:
             self.runner.cancel()
 
 
@@ -929,11 +933,12 @@ class Settings(Value):
     failure_ttl: float = 7 * 86400.0
     on_lost: OnLost = "retry"
     headers: Mapping[str, str] | None = None
-    gated: bool = False  # it has Terms
+    gated: bool = False  # its task has Terms
+    shared: bool = False  # and among them a limit in all processes
 
     def as_given(self) -> dict[str, Any]:
         """The fields that were given, without what has been worked out of them."""
-        return {name: value for name, value in vars(self).items() if name not in ("plain", "simple", "gated")}
+        return {name: value for name, value in vars(self).items() if name not in ("plain", "simple")}
 
     @functools.cached_property
     def plain(self) -> bool:
@@ -988,6 +993,7 @@ class Handler(Record):
     learned: object = None  # the engine run that knows of it
     aliases: Sequence[str] = ()  # names that jobs of it were stored under
     terms: Terms | None = None
+    batch: bool = False  # `fn` takes a list of what `signature` says of one
 
     @functools.cached_property
     def task_name(self) -> str:
@@ -1129,6 +1135,7 @@ OutcomeKind = Literal[
     "timeout",
     "snooze",
     "cancelled",
+    "split",
     "expired",
     "interrupted",
     "unstarted",
@@ -2887,7 +2894,7 @@ def resolve(config: Config, handler: Handler | None, overrides: Mapping[str, Any
             merged.pop("delay", None)
         merged |= level
     if handler is not None and handler.terms is not None:
-        merged["gated"] = True
+        merged |= {"gated": True, "shared": handler.terms.total < math.inf}
     return Settings(**merged)
 
 
@@ -3004,24 +3011,62 @@ def make_handler(
     )
 
 
-def set_limits(handler: Handler, limits: Mapping[str, Any]) -> None:
-    """Give a task its limits. TypeError if they go by what callers do not give it."""
-    by = limits.get("limit_by")
-    if by is not None:
-        parameter = handler.signature.parameters.get(by) if handler.signature else None
-        if parameter is None or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            known = list(handler.signature.parameters) if handler.signature else []
-            raise TypeError(f"task {handler.name!r}: limit_by is {by!r}, which is no parameter of it{hint(by, known)}")
+def item_hint(hint: Any) -> Any:
+    """Of a list's annotation, or that of a list or None, the type of its items; None if it is no list's."""
+    members = [member for member in get_args(hint) if member is not type(None)] if origin_name(hint) in UNIONS else [hint]
+    kinds = [get_origin(member) or member for member in members]
+    if len(members) != 1 or (kinds[0] is not Any and CONTAINERS.get(kinds[0]) not in (list, tuple)):
+        return None
+    return next(iter(get_args(members[0])), Any)
+
+
+UNIONS: Final = ("Union", "UnionType")
+
+
+def make_batch(handler: Handler) -> None:
+    """Let the function take a list of what callers give one of."""
+    hints, signature = handler_hints(handler), cast(inspect.Signature, handler.signature)
+    given = list(signature.parameters.values()) if handler.signature is not None else []
+    hint = item_hint(hints[given[0].name]) if len(given) == 1 and given[0].kind in (0, 1) else None
+    if hint is None:
+        raise TypeError(
+            f"task {handler.name!r}: a batch handler takes one list, def {handler.name.rpartition('.')[2]}(items: list[T]), and "
+            f"this takes {signature if handler.signature is not None else 'what it does not tell'}"
+        )
+    result = item_hint(hints["return"])
+    handler.signature = signature.replace(
+        parameters=[given[0].replace(annotation=hint)],
+        return_annotation=inspect.Signature.empty if result is None else result,
+    )
+    handler.batch, handler.fewest, handler.most = True, min(handler.fewest, 1), 1
+
+
+def set_terms(handler: Handler, terms: Mapping[str, Any]) -> None:
+    """Give a task its limits, and its size and window if it is a batch handler. TypeError for limits that go by what callers do
+    not give it."""
+    by, known = terms.get("limit_by"), list(handler.signature.parameters) if handler.signature else []
+    if handler.batch and by is not None and by not in known:
+        kind: Any = handler_hints(handler)[known[0]]
+        known += (
+            getattr(kind, "model_fields", None) or getattr(kind, "__annotations__", None) or ([by] if kind in ANY_DICT else ())
+        )
+    parameter = handler.signature.parameters.get(by) if handler.signature and by is not None else None
+    open_ended = parameter is not None and parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    if by is not None and (by not in known or open_ended):
+        raise TypeError(f"task {handler.name!r}: limit_by is {by!r}, which is no parameter of it{hint(by, known)}")
     handler.terms = Terms(
         names=(handler.name, *handler.aliases),
-        running=limits.get("max_running", math.inf),
-        total=limits.get("max_running_total", math.inf),
-        rate=limits.get("rate"),
+        running=terms.get("max_running", math.inf),
+        total=terms.get("max_running_total", math.inf),
+        rate=terms.get("rate"),
         by=by,
+        size=terms.get("size", 1),
+        window=terms.get("window", 0),
         value_of=functools.partial(stored_limit_value, handler),
     )
 
 
+ANY_DICT: Final = (Any, dict)  # and what is made of these
 VALUE_LENGTH: Final = 200  # characters; of a longer value its hash is stored
 
 
@@ -3032,17 +3077,21 @@ def limit_value(handler: Handler, call: Arguments, *, written: bool = False) -> 
     if by is None or signature is None:
         return ""
     args, kwargs = call
-    value, place = signature.parameters[by].default, list(signature.parameters).index(by)
-    if by in kwargs:
-        value = kwargs[by]
+    names = list(signature.parameters)
+    name = by if by in names else names[0]  # or it is a field of the item
+    value, place = signature.parameters[name].default, names.index(name)
+    if name in kwargs:
+        value = kwargs[name]
     elif place < len(args):
         value = args[place]
     else:
         written = False
     try:
         if not written:
-            value = plainly(value, by) if handler.codecs is None else handler.codecs.write(value, by)
-        found = encode_json(value)
+            value = plainly(value, name) if handler.codecs is None else handler.codecs.write(value, name)
+        if name != by and (not isinstance(value, dict) or by not in value):
+            raise Misfit(f"{name} has no {by!r}")
+        found = encode_json(value if name == by else value[by])
     except (Misfit, RecursionError, ValueError, TypeError) as error:
         raise PayloadError(clean(f"task {handler.name!r}: its limits go by {by} (limit_by), and {error}")) from None
     return found if len(found) <= VALUE_LENGTH else f"#{digest(found):x}"
@@ -6136,6 +6185,25 @@ class Running(JobRow):
     settings: Settings  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
+class BatchCall(Running):
+    """One call of a batch handler for several jobs, whose rows stay their own. It looks like a running job that is in no store:
+    like the first of them."""
+
+    def __init__(self, tier: Tier, items: Sequence[Running]) -> None:
+        first = items[0]
+        super().__init__(first.id, first.task, first.queue, first.priority, first.run_at, first.created)
+        self.tier, self.handler, self.items, self.left = tier, first.handler, items, len(items)
+        self.settings = max((item.settings for item in items), key=lambda settings: settings.timeout)
+        self.seq, self.claim_no, self.attempts, self.lost = first.seq, first.claim_no, first.attempts, first.lost
+        self.headers, self.fire_time, self.limit_value = first.headers, first.fire_time, first.limit_value
+
+    def stop_for(self, why: Why) -> None:
+        """One of its jobs is to stop. What concerns that one alone does not stop the others."""
+        alone = why in ("cancel", "lost") and any(item.why is None for item in self.items)
+        if not alone and (self.why is None or why == "abandoned"):
+            self.stop(why)
+
+
 def headers_of(row: JobRow) -> dict[str, str]:
     """What goes with a job besides its arguments: its own, else those of its task. None of it, if a hand has spoilt it."""
     if row.headers is None:
@@ -6301,6 +6369,11 @@ class CurrentJob:
         """What goes with the job besides its arguments: the option `headers`, and what `on_enqueue` hooks have added. The same
         over retries."""
         return headers_of(self._job)
+
+    @property
+    def batch(self) -> Sequence[CurrentJob]:
+        """In a batch handler: the jobs of all its items, in their order, where the job itself is the first. Else empty."""
+        return [CurrentJob(item) for item in self._job.items] if isinstance(self._job, BatchCall) else ()
 
     def progress(self, fraction: float, message: str | None = None) -> Awaitable[None]:
         """Tell how far the job has come: from 0 to 1, with a message (cut after 500 characters). Read it as `Job.progress`.
@@ -6968,6 +7041,57 @@ async def call_handler(job: Running, threads: Threads, clock: Clock, ended: Call
     del job, outcome  # an error's traceback holds this frame, which would hold the error
 
 
+async def call_batch(call: BatchCall, threads: Threads, clock: Clock, ended: Callable[[Running, Outcome], None]) -> None:
+    """The whole task of one call for several jobs. Those whose handler cannot be called are no part of it."""
+    kept, values = list[Running](), list[Any]()
+    for item in call.items:
+        found = prepare_call(item, clock)
+        if isinstance(found, Outcome) or item.why is not None:
+            ended(item, found if isinstance(found, Outcome) else after_stop(item, Outcome("unstarted"), False))
+        else:
+            item.in_handler = True
+            kept.append(item)
+            values += (*found[0], *found[1].values())
+    if kept:
+        call.items, call.args = kept, (values,)
+        kept[0].deadline = call.deadline  # one for all
+        await call_handler(call, threads, clock, functools.partial(spread, ended))
+
+
+def spread(ended: Callable[[Running, Outcome], None], call: Running, outcome: Outcome) -> None:
+    """Hand over for each job of a call what came of the call."""
+    call.runner, items = None, cast(BatchCall, call).items
+    for item, own in zip(items, outcomes_of(cast(BatchCall, call), outcome), strict=True):
+        item.in_handler = False
+        ended(item, after_stop(item, own, False) if item.why in ("lost", "abandoned", "cancel") else own)
+
+
+def outcomes_of(call: BatchCall, outcome: Outcome) -> Sequence[Outcome]:
+    """One for each item: what the handler said of it, or of all. A call that has failed says nothing of any one of them: they
+    are to run singly. (But if it was one alone, or the error says how long to wait, that is what happened to each.)"""
+    count = len(call.items)
+    if outcome.kind == "done" and outcome.value is not None:
+        values = outcome.value
+        if isinstance(values, (list, tuple)) and len(values) == count:
+            return [outcome_of_item(value) for value in values]
+        got = f"{len(values)} values" if isinstance(values, (list, tuple)) else f"a {type_name(type(values))}"
+        error = TypeError(f"a batch handler returns None, or a list of one value for each item: {got} for {count} items")
+        outcome = Outcome("failed", error=error)
+    if outcome.kind in ("failed", "timeout") and count > 1 and not isinstance(outcome.error, RetryAfter):
+        told = error_text(cast(BaseException, outcome.error))
+        log.warning(
+            "a call of %s failed for its %d jobs, which run singly now: %s", call.task, count, told, exc_info=outcome.error
+        )
+        outcome = outcome._replace(kind="split")
+    return [outcome] * count
+
+
+def outcome_of_item(value: object) -> Outcome:
+    if isinstance(value, BaseException):
+        return outcome_of(value)
+    return DONE if value is None else Outcome("done", value)
+
+
 async def swallow_cancellation() -> bool:
     """Whether the running task was cancelled; what comes next is not, even if the handler cancelled its own task last."""
     task = cast("asyncio.Task[Any]", asyncio.current_task())
@@ -7046,6 +7170,9 @@ def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
             return failed(row, Outcome("failed", error=error), settings, now, rng)
         case "interrupted":
             return again(row, settings, now, now, attempts=back, interruptions=row.interruptions + 1, reason=outcome.reason)
+        case "split":
+            about = {"error": error_text(outcome.error), "traceback": traceback_text(outcome.error)} if outcome.error else {}
+            return again(row, settings, now, now, attempts=back, singly=1, reason="its call with others failed", **about)
         case "unstarted":
             return again(row, settings, now, later(now, outcome.delay) if outcome.delay else row.run_at, attempts=back)
         case "parked":
@@ -7076,7 +7203,7 @@ def done_with(
     """Done; without more, nothing of it is kept."""
     return Settlement(
         row.seq, row.claim_no, IS_DONE, row.run_at, row.attempts, row.snoozes, row.interruptions, row.lost, None,
-        reason, None, None, result, until, keep,
+        reason, None, None, result, until, keep, None, row.singly and 0,
     )  # fmt: skip
 
 
@@ -7131,6 +7258,8 @@ def report(row: JobRow, outcome: Outcome, change: Settlement) -> None:
     if change.state is State.DEAD:
         fate = "failed for this fire time" if row.recurrence else "is dead"
         log.error("%s %s, %s: %s", label(row), fate, change.reason, change.error, exc_info=outcome.error)
+    elif outcome.kind == "split":
+        pass  # one line has told of the call
     elif outcome.kind in ("failed", "timeout"):
         log.warning("%s failed: %s; next start at %s", label(row), change.error, as_datetime(change.run_at))
     elif outcome.kind == "parked" and row.parked is None:
@@ -7398,7 +7527,7 @@ class Crew:
                 await tier.store.confirm(careful, rows[0].lease or 0)
 
     async def _start_all(self, tier: Tier, rows: Sequence[JobRow], now: int) -> None:
-        back = []
+        back, calls = [], dict[tuple[Any, ...], list[Running]]()
         for row in rows:
             if row.tag in self.running:  # it lost its lease here, and its thread has not ended yet
                 back.append(decide(row, Outcome("unstarted", delay=1.0), Settings(), now))
@@ -7410,9 +7539,20 @@ class Crew:
                 back.append(decide(row, Outcome("unstarted", delay=1.0), Settings(), now))
                 continue
             try:
-                self.start(tier, row, handler, row.settings or self._settings_of(row, handler))
+                settings = row.settings or self._settings_of(row, handler)
             except Undecodable as error:
                 self.start(tier, row, handler, Settings(), Outcome("undecodable", reason=str(error)))
+                continue
+            if handler.batch:
+                calls.setdefault(
+                    (handler.name, row.queue, row.limit_value, bool(row.lost), runs_alone(row) and row.seq), []
+                ).append(self._enter(tier, row, handler, settings))
+            else:
+                self.start(tier, row, handler, settings)
+        for items in calls.values():
+            size = cast(Terms, items[0].handler.terms).size
+            for first in range(0, len(items), size):
+                self._start_call(tier, items[first : first + size])
         if back:
             await tier.store.settle(back, now)
 
@@ -7429,24 +7569,49 @@ class Crew:
 
     def start(self, tier: Tier, row: JobRow, handler: Handler, settings: Settings, refused: Outcome | None = None) -> None:
         """Run a claimed row in a task of its own."""
-        job: Running = row  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
-        job.handler, job.settings, job.tier = handler, settings, tier
-        if not tier.claiming:  # claimed while the tier was being closed
-            refused = Outcome("unstarted")
-        if refused is not None or job.expires is not None or job.lost or job.recurrence:
-            job.refused, job.doubtful = refused, True
-        job.deadline = deadline = self._clock.monotonic() + settings.timeout
-        if deadline < self._next_deadline:
-            self._next_deadline = deadline
-            self.deadline_wake.set()
-        self.activity += 1
-        self.running[job.id if job.durable else job] = job
+        if handler.batch:
+            self._start_call(tier, [self._enter(tier, row, handler, settings, refused)])
+            return
+        job = self._enter(tier, row, handler, settings, refused)
+        job.deadline = self._until(settings)
         self._slots.give(job, -1)
         context = contextvars.Context() if row.context is None else row.context
         if settings.retry.max_attempts > 1:
             context = context.copy()  # each attempt begins as the first did; a single one, if it snoozes, goes on in its own
         run = call_handler(job, self.threads, self._clock, self._ends)
         job.runner = self._create_task(run, name=handler.task_name, context=context)
+        if self._watch is None:
+            self._watch_loop(first=True)
+
+    def _enter(self, tier: Tier, row: JobRow, handler: Handler, settings: Settings, refused: Outcome | None = None) -> Running:
+        """A claimed row that runs from now on."""
+        job: Running = row  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+        job.handler, job.settings, job.tier = handler, settings, tier
+        if not tier.claiming:  # claimed while the tier was being closed
+            refused = Outcome("unstarted")
+        if refused is not None or job.expires is not None or job.lost or job.recurrence:
+            job.refused, job.doubtful = refused, True
+        self.activity += 1
+        self.running[job.id if job.durable else job] = job
+        return job
+
+    def _until(self, settings: Settings) -> float:
+        """The deadline of what starts now."""
+        deadline = self._clock.monotonic() + settings.timeout
+        if deadline < self._next_deadline:
+            self._next_deadline = deadline
+            self.deadline_wake.set()
+        return deadline
+
+    def _start_call(self, tier: Tier, items: Sequence[Running]) -> None:
+        """Run several rows in one call of their batch handler, in one slot."""
+        call = BatchCall(tier, items)
+        call.deadline = items[0].deadline = self._until(call.settings)
+        self._slots.give(call, -1)
+        run = call_batch(call, self.threads, self._clock, self._ends)
+        call.runner = self._create_task(run, name=call.handler.task_name, context=contextvars.Context())
+        for item in items:
+            item.call, item.runner = call, call.runner
         if self._watch is None:
             self._watch_loop(first=True)
 
@@ -7501,13 +7666,16 @@ class Crew:
 
     def _over(self, job: Running, outcome: Outcome) -> None:
         """A handler has ended, or could not be called."""
-        self._slots.give(job)
+        if job.call is None:
+            self._slots.give(job)
+        else:
+            self._left_call(job, job.call)
         self._last = job
         job.runner = None  # whose context leads back to the job
         if self.tiers[0].hungry or self.tiers[-1].hungry:
             self._wake_hungry()
         # What most jobs come to, without the detour.
-        if outcome is DONE and job.key is None and job.settings.result_ttl <= 0 and not job.settings.gated:
+        if outcome is DONE and job.key is None and job.settings.result_ttl <= 0 and not job.settings.shared:
             if job.durable:
                 self._ended.append((job, DONE, done_with(job)))
                 self.settle_wake.set()
@@ -7524,6 +7692,13 @@ class Crew:
         except Exception:
             log.exception("%s: a defect in tinyq; the job runs again when its lease ends", label(job))
             self.running.pop(job.tag, None)
+
+    def _left_call(self, job: Running, call: BatchCall) -> None:
+        """The slot of a call comes free with the last of its jobs."""
+        job.call = None
+        call.left -= 1
+        if call.left == 0:
+            self._slots.give(call)
 
     def _wake_hungry(self) -> None:
         """A slot came free. In turns, so that neither tier takes every one."""
@@ -7548,8 +7723,8 @@ class Crew:
             log.warning("%s: %s; its outcome is not written", label(job), outcome.reason)
             self._leave(job, now)
         elif job.tier.durable:
-            frees = job.handler.terms is not None and job.handler.terms.total < math.inf
-            self._ended.append((job, outcome, decide(job, outcome, job.settings, now)._replace(ran=job.ran, frees=frees)))
+            change = decide(job, outcome, job.settings, now)._replace(ran=job.ran, frees=job.settings.shared)
+            self._ended.append((job, outcome, change))
             self.settle_wake.set()
         else:
             change = decide(job, outcome, job.settings, now)._replace(ran=job.ran)
@@ -10005,6 +10180,12 @@ class Decorator(Protocol):
     def __call__(self, fn: Callable[P, R], /) -> Task[P, R, R]: ...
 
 
+class BatchDecorator(Protocol):
+    """What `batch(…)` returns."""
+
+    def __call__(self, fn: Callable[Concatenate[list[T], ...], Any], /) -> Task[[T], Any, Any]: ...
+
+
 # ── 35. Test kit ──────────────────────────────────────────────────────────────────────────────────────────────────────
 # What `with q.testing() as jobs:` gives: what was enqueued, and the hands that run it and move the clock.
 
@@ -10243,13 +10424,15 @@ class TinyQ:
         replace: bool = False,
     ) -> Task[..., Any, Any]:
         handler = make_handler(fn.fn if isinstance(fn, Task) else fn, name, options, promote)
+        if "size" in limits:
+            make_batch(handler)
         if run_in is not None:
             move_to_process(handler, run_in)
         replaced = self._handlers.get(handler.name)
         aliases = [*aliases, *(replaced.aliases if replaced and replaced.name == handler.name else ())]
         handler.aliases = tuple(dict.fromkeys(alias for alias in aliases if alias != handler.name))
         if limits:
-            set_limits(handler, limits)
+            set_terms(handler, limits)
         for taken in (handler.name, *handler.aliases):
             if taken in self._handlers and not replace:
                 raise DuplicateTask(f"a task named {taken!r} is registered already: give one of them name=…, or replace=True")
@@ -10266,6 +10449,44 @@ class TinyQ:
         if self._engine is not None:
             self._engine.in_loop(self._engine.learn, handler)
         return (AsyncTask if handler.is_async else Task)(self, handler)
+
+    def batch(
+        self,
+        size: int,
+        /,
+        *,
+        window: float | timedelta = 0.0,
+        name: str | None = None,
+        aliases: Sequence[str] | frozenset[str] = (),
+        promote: Promote | None = None,
+        **options: Unpack[TaskOptions],
+    ) -> BatchDecorator:
+        """Register a handler that does the work of many jobs in one call: `@q.batch(500, window=0.05)` on
+        `async def poll(items: list[int])`. Its task is enqueued (or scheduled) with one item, `await poll.enqueue(7)`.
+
+        size: how many items one call takes at most. window: seconds that the first of fewer waits for others, while they stay
+            pending; default 0: what is due together goes together. Items that limits (`limit_by`) or a queue tell apart do not.
+        A call takes one slot, and counts as one for running limits, while rates count items. Its timeout is the longest of
+        those of its items. `current_job().batch` has their jobs.
+
+        The handler returns None, and all are done; or a list with one entry for each item, in their order: its result, or an
+        exception, by which this item alone is failed, or with Snooze(…), RetryAfter(…), Cancel(…) what these mean. Each has its
+        own attempts. If the call itself raises or times out, nobody's attempt is used, and its items run again singly, so that
+        those that have to can fail alone; what it had done for some by then is done again. Snooze, RetryAfter and Cancel from
+        the call are for each of its items. Takes the options of a task, but for `run_in`. Raises TypeError for a function that
+        does not take one list; ValueError for a bad value.
+        """
+        where = f"task {name!r}" if name else "batch()"
+        terms = take_limits(cast(Any, options), where)
+        terms |= {"size": whole(size, "size", 1, 100_000), "window": round(duration(window, "window") * 1e6)}
+        checked = check_options(options, where, "window", "name", "aliases", "promote")
+        refuse_tx(checked, where)
+        registered = registration(name, aliases, promote, None, terms)
+
+        def register(function: Callable[..., Any]) -> Task[..., Any, Any]:
+            return self._register(function, checked, **registered)
+
+        return cast(BatchDecorator, register)
 
     def every(
         self,
@@ -11114,6 +11335,7 @@ _default: Final = TinyQ()
 _default._environment = from_environment
 
 task = _default.task
+batch = _default.batch
 every = _default.every
 cron = _default.cron
 enqueue = _default.enqueue

@@ -314,7 +314,9 @@ async def test_immediate_begins_with_the_fire_time_that_has_passed_last(q: TinyQ
 # With a database
 
 
-async def test_it_goes_on_after_a_restart_and_runs_the_fire_time_that_was_missed(open_file: Open, clock: FakeClock) -> None:
+async def test_it_goes_on_after_a_restart_and_runs_the_fire_time_that_was_missed(
+    open_file: Open, file: Path, clock: FakeClock
+) -> None:
     first = await open_file()
     polls = Polls(first, clock)
     await first.schedule(polls.task, 7, when=Every(10), key="7")
@@ -325,6 +327,7 @@ async def test_it_goes_on_after_a_restart_and_runs_the_fire_time_that_was_missed
     polls = Polls(second, clock)
     await next_run(second, polls, clock, 1, 0)
     assert 0 <= polls.starts[0] - polls.fires[0] < 10  # the latest that has passed when it starts
+    await eventually(lambda: rows(file, "state") == [("pending",)])  # its run has been written
     assert (await only(second)).stats.missed >= 1
 
 

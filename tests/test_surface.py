@@ -31,7 +31,7 @@ VERBS = {
     "task", "every", "cron", "enqueue", "enqueue_many", "spawn", "start", "stop", "quiesce", "drain", "run", "lifespan", "get",
     "stats", "requeue", "dead", "purge", "pause", "resume", "on_dead", "health", "wake", "schedule", "unschedule", "schedules",
     "testing", "on_enqueue", "middleware",
-    "enqueue_sync",
+    "enqueue_sync", "batch",
 }  # fmt: skip
 
 
