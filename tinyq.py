@@ -1044,9 +1044,10 @@ class Room(NamedTuple):
         """The same for all queues but these."""
         return self._replace(paused=paused) if paused else self
 
-    def pick(self, ordered: Iterable[Candidate], limits: Limits) -> list[Any]:
+    def pick(self, ordered: Iterable[Candidate], limits: Limits, most: float = math.inf) -> list[Any]:
         """The things of those candidates, best first, that fit together into the room."""
-        slots, threads, fragile_left, picked = {**self.named, "": self.shared}, self.threads, self.fragile, []
+        slots, threads, fragile_left = {**self.named, "": self.shared}, self.threads, self.fragile
+        picked: list[Any] = []
         begun: dict[tuple[str, str, str, bool], int] = {}  # calls that have places left
         for queue_name, task_name, fragile, value, alone, thing in ordered:
             pool = queue_name if queue_name in self.named else ""
@@ -1055,6 +1056,8 @@ class Room(NamedTuple):
             call = (queue_name, task_name, value, fragile)
             joins = not alone and begun.get(call, 0) > 0
             fits = slots[pool] > 0 and (threads > 0 or not in_thread) and (fragile_left > 0 or not fragile)
+            if len(picked) >= most:
+                break
             if not (joins or fits) or (terms is not None and not limits.take(terms, value, joins)):
                 continue
             picked.append(thing)
@@ -4258,6 +4261,8 @@ CANCEL_RUNNING: Final = (
 # One row for each start of a process that claims: where its doorbell is, and when it was last heard of.
 ENLIST: Final = "INSERT INTO tinyq_workers VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET seen = excluded.seen"
 STRIKE_OFF: Final = "DELETE FROM tinyq_workers WHERE id = ? OR seen < ?"
+OTHERS: Final = "SELECT count(*) FROM tinyq_workers WHERE namespace = ? AND id <> ? AND port IS NOT NULL AND seen >= ?"
+DUE: Final = "SELECT count(*) FROM (SELECT 1 FROM tinyq_jobs WHERE ready = 1 AND lane BETWEEN ? AND ? LIMIT ?)"
 PORTS: Final = "SELECT port FROM tinyq_workers WHERE namespace = ? AND id <> ? AND port IS NOT NULL AND seen >= ?"
 COUNTS: Final = (
     "SELECT queue, task, state, count(*), sum(ready IN (1, 3) OR (ready = 0 AND run_at <= ?)) FROM tinyq_jobs "
@@ -4542,6 +4547,25 @@ def gated_heads(db: sqlite3.Connection, room: Room, lane: Lane, limits: Limits, 
 GROUP_OF_ITEMS: Final = 2_000  # items for calls that one claim takes of a lane, or one call, if that is more
 
 
+FRESH_FOR: Final = 10_000  # microseconds that due jobs are left for the others; then whoever has room may have them
+
+
+class Share(NamedTuple):
+    """Of which worker's claim this is, and since when others must have been seen to count as alive."""
+
+    worker: str
+    seen: int
+
+    def of(self, db: sqlite3.Connection, namespace: str, wanted: int) -> int:
+        """How many of the jobs that have just come due it takes: as many as each of the workers if they share them evenly."""
+        others = cast(int, db.execute(OTHERS, (namespace, self.worker, self.seen)).fetchone()[0])
+        if not others:
+            return wanted
+        lanes = lane_range(namespace)
+        due = cast(int, db.execute(DUE, (lanes["first"], lanes["last"], wanted * (others + 1))).fetchone()[0])
+        return max(1, math.ceil(due / (others + 1)))
+
+
 class Choice(NamedTuple):
     """What a claim would take."""
 
@@ -4552,32 +4576,36 @@ class Choice(NamedTuple):
 
 
 def candidates(
-    db: sqlite3.Connection, namespace: str, room: Room, lanes: Sequence[Lane], fragile: Sequence[Lane], now: int
-) -> Choice:
+    db: sqlite3.Connection, namespace: str, room: Room, lanes: Sequence[Lane], fragile: Sequence[Lane], now: int,
+    share: Share | None = None,
+) -> Choice:  # fmt: skip
     """The heads of every lane that has room, merged by priority, time and sequence."""
-    if len(lanes) == 1 and not fragile and lanes[0].terms is None:
-        found, more = plain_heads(db, room, lanes[0])
-        return Choice([seq for _, _, seq in found], more)
     limits = Limits(room, functools.partial(left_in_all, db, namespace, now))
     heads: list[tuple[int, int, int, Candidate]] = []
-    more, wait = bool(fragile), None
+    more, wait, since = bool(fragile), None, now
     for lane in (*lanes, *(fragile if room.fragile > 0 else ())):
+        ripe_at, window = None, 0
         if lane.terms is None:
             found, full = plain_heads(db, room, lane)
-            more = more or full
             plain = (lane.queue, lane.task, lane.fragile, "", True)
             heads += [(-priority, run_at, seq, (*plain, seq)) for priority, run_at, seq in found]
-            continue
-        found, ripe_at = gated_heads(db, room, lane, limits, now)
-        more, wait = True, soonest(wait, ripe_at)
-        heads += [
-            (-priority, run_at, seq, (lane.queue, task, lane.fragile, value or "", bool(alone), seq))
-            for priority, run_at, seq, task, value, alone in found
-        ]
+        else:
+            found, ripe_at = gated_heads(db, room, lane, limits, now)
+            full, window = True, lane.terms.window
+            heads += [
+                (-priority, run_at, seq, (lane.queue, task, lane.fragile, value or "", bool(alone), seq))
+                for priority, run_at, seq, task, value, alone in found
+            ]
+        more, wait = more or full, soonest(wait, ripe_at)
+        since = min(since, found[0][1] + window) if found else since
     heads.sort()
-    picked = room.pick((head[3] for head in heads), limits)
-    wait = soonest(wait, limits.wait, now + LOOK_ON if not picked and len(lanes) >= LANES_AT_ONCE else None)
-    return Choice(picked, more or len(picked) < len(heads), wait, limits.spent)
+    most = len(heads)
+    if share is not None and most > 1 and since > now - FRESH_FOR:
+        most = share.of(db, namespace, most)
+    picked = room.pick((head[3] for head in heads), limits, most)
+    left_for_others = now + FRESH_FOR if most < len(heads) else None
+    look_on = now + LOOK_ON if not picked and len(lanes) >= LANES_AT_ONCE else None
+    return Choice(picked, more or len(picked) < len(heads), soonest(wait, limits.wait, left_for_others, look_on), limits.spent)
 
 
 def left_in_all(db: sqlite3.Connection, namespace: str, now: int, terms: Terms, value: str) -> Left:
@@ -4645,7 +4673,7 @@ def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, 
     lanes, fragile, full = due_lanes(db, namespace, room, first, first_fragile, now)
     if give_values(db, namespace, lanes):
         next_at, (lanes, fragile, full) = now, due_lanes(db, namespace, room, first, first_fragile, now)
-    choice = candidates(db, namespace, room, lanes, fragile, now)
+    choice = candidates(db, namespace, room, lanes, fragile, now, Share(worker, now - (lease - now)))
     for task, value, rate, count in choice.spent:
         known = db.execute(FULL_AT, (namespace, task, value)).fetchone()
         db.execute(SPEND, (namespace, task, value, rate.spend(known[0] if known else None, now, count)))
@@ -7871,11 +7899,12 @@ class Crew:
     async def leases(self, tier: Tier, now: int) -> float:
         """Renew what runs here, reclaim what ran where nobody renews any more."""
         await self._renew(tier, now)
+        again = math.inf
         if not self.closing.is_set():
-            await self._reclaim(tier, now)
+            again = await self._reclaim(tier, now)
             await self.learn_paused(tier)
             await self.retention(tier, now)
-        return self._lease / 4
+        return min(self._lease / 4, max(again, 0.05))
 
     def held(self) -> list[tuple[int, int, str | None]]:
         """The claims to renew. For any thread: the list of a dictionary's values is made in one step."""
@@ -7900,15 +7929,17 @@ class Crew:
             elif answers.get(seq) is not None and job.why is None:
                 job.stop("cancel")
 
-    async def _reclaim(self, tier: Tier, now: int) -> None:
-        """A lease must be past, and seen unrenewed here for a third of its length: so no clock step runs a job twice."""
+    async def _reclaim(self, tier: Tier, now: int) -> float:
+        """A lease must be past, and seen unrenewed here for a third of its length: so no clock step runs a job twice. The answer
+        is in how many seconds another one may be."""
         moment = self._clock.monotonic()
         wall, steady = self._stepped
         held_up = moment - steady > self._lease / 2  # by a lock, which may have kept the others from renewing as well
         if held_up or abs((now - wall) / 1e6 - (moment - steady)) > self._lease / 6:
             self._watched.clear()
         self._stepped = (now, moment)
-        doubtful = await tier.store.list(State.RUNNING, lease_before=later(now, self._lease / 3), limit=1_000)
+        # What is renewed in time has more than two thirds of its lease before it.
+        doubtful = await tier.store.list(State.RUNNING, lease_before=later(now, self._lease * 0.6), limit=1_000)
         names = {row.seq: (row.seq, row.claim_no, row.lease) for row in doubtful}
         self._watched = {name: self._watched.get(name, moment) for name in names.values()}
         gone = [
@@ -7918,22 +7949,30 @@ class Crew:
             and moment - self._watched[names[row.seq]] >= self._lease / 3
             and row.tag not in self.running
         ]
+        others = [row for row in doubtful if row.tag not in self.running]
+        ends = (max(((row.lease or 0) - now) / 1e6, self._watched[names[row.seq]] + self._lease / 3 - moment) for row in others)
         if not gone:
-            return
+            return min(ends, default=math.inf)
         changes = [self._after_loss(row, now) for row in gone]
         try:
             states = await tier.store.reclaim(changes, now)
         except StoreBusy:  # nobody could renew meanwhile
             self._watched.clear()
             raise
+        reclaimed = [row for row in gone if row.seq in states]
+        for row in reclaimed if len(reclaimed) <= 5 else ():
+            log.warning("%s was reclaimed: worker %s has not renewed its lease", label(row), row.worker)
+        if len(reclaimed) > 5:
+            workers = ", ".join(sorted({str(row.worker) for row in reclaimed}))
+            log.warning("%d jobs were reclaimed: worker %s has not renewed their leases", len(reclaimed), workers)
         for row, change in zip(gone, changes, strict=True):
             if row.seq in states:
-                log.warning("%s was reclaimed: worker %s has not renewed its lease", label(row), row.worker)
                 report(row, Outcome("lost"), change)
                 self._became_dead(row, now, change)
                 if row.id in self.live:
                     self.tell(self.known(row.but(state=states[row.seq], error=change.error)), now)
         tier.wake.set()
+        return 0.0 if len(doubtful) == 1_000 else min(ends, default=math.inf)
 
     def _after_loss(self, row: JobRow, now: int) -> Settlement:
         handler = self.handlers.get(row.task)
