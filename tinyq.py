@@ -1222,6 +1222,16 @@ class Claimed(NamedTuple):
     paused: frozenset[str] = frozenset()
 
 
+class Overdue(NamedTuple):
+    """Due jobs that wait: their queue, task and limit value, since when the first does, and how many there are, up to 10,000."""
+
+    queue: str
+    task: str
+    value: str
+    since: int
+    jobs: int
+
+
 # ── 6. Time ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 # Moments, ids that sort by time, fire times. Pure but for the clock, which is an object that a test can replace.
 
@@ -2734,6 +2744,8 @@ class Configuration(TypedDict, total=False):
         1), else True.
     namespace: services that share a file but not their jobs have different ones. Default "default".
     worker_name: how this process is called in rows and logs; made unique anyway. Default: the host's name.
+    behind_after: seconds that due jobs may wait before a WARNING says so, once until they have caught up, with the reason and
+        what would help. Default 10; `math.inf` for never.
     on_dead: called with the Job of each job that has died here, or with a worker whose lease ended; see `TinyQ.on_dead`.
     clock: see Clock.
     timeout, retry, result_ttl, failure_ttl: the outermost level of the options of the same names.
@@ -2751,6 +2763,7 @@ class Configuration(TypedDict, total=False):
     worker: bool
     namespace: str
     worker_name: str | None
+    behind_after: float | timedelta
     on_dead: DeadHook | None
     clock: Clock | None
     timeout: float | timedelta
@@ -2775,6 +2788,7 @@ class Config(Value):
     worker: bool
     namespace: str
     worker_name: str | None
+    behind_after: float
     on_dead: DeadHook | None
     clock: Clock
     defaults: Mapping[str, Any]  # of job options
@@ -2815,6 +2829,7 @@ def configure_from(given: Mapping[str, Any]) -> Config:
         worker=flag(given.get("worker", True), "worker"),
         namespace=text(given.get("namespace", "default"), "namespace"),
         worker_name=None if worker_name is None else text(worker_name, "worker_name"),
+        behind_after=duration(given.get("behind_after", 10.0), "behind_after", zero=False, infinite=True),
         on_dead=given.get("on_dead"),
         clock=given.get("clock") or SystemClock(),
         defaults=check_options({name: given.get(name) for name in ("timeout", "retry", "result_ttl", "failure_ttl")}, "TinyQ"),
@@ -3198,6 +3213,10 @@ class Store(Protocol):
 
     async def dead(self, task: str | None, before: tuple[int, int], limit: int) -> Sequence[JobRow]:
         """Dead rows, of one task if it is named, that ended before this (moment, sequence), the last one first; no payloads."""
+        ...
+
+    async def overdue(self, before: int) -> Sequence[Overdue]:
+        """What has been due since before this moment and waits, by queue and task; counted and looked for within bounds."""
         ...
 
     async def counts(self, now: int) -> Sequence[Count]:
@@ -3863,6 +3882,14 @@ class MemoryStore:
         rows = (row for row in self._finished if row.state is State.DEAD and task in (None, row.task))
         return heapq.nlargest(limit, (row for row in rows if ended_at(row) < before), key=ended_at)
 
+    async def overdue(self, before: int) -> Sequence[Overdue]:
+        found = []
+        for (queue, task, value, *_), heap in self._lanes.items():
+            since = [entry[1] for entry in heap if not self._stale(entry)]
+            if since and min(since) < before and queue not in self.held:
+                found.append(Overdue(queue, task, value or "", min(since), len(since)))
+        return found
+
     async def counts(self, now: int) -> Sequence[Count]:
         numbers, due = Counter[tuple[str, str, State]](), Counter[tuple[str, str, State]]()
         for row in self._rows.values():
@@ -4264,6 +4291,13 @@ STRIKE_OFF: Final = "DELETE FROM tinyq_workers WHERE id = ? OR seen < ?"
 OTHERS: Final = "SELECT count(*) FROM tinyq_workers WHERE namespace = ? AND id <> ? AND port IS NOT NULL AND seen >= ?"
 DUE: Final = "SELECT count(*) FROM (SELECT 1 FROM tinyq_jobs WHERE ready = 1 AND lane BETWEEN ? AND ? LIMIT ?)"
 PORTS: Final = "SELECT port FROM tinyq_workers WHERE namespace = ? AND id <> ? AND port IS NOT NULL AND seen >= ?"
+# Of a lane, the job that waits longest among those of the highest priority, and among those of the lowest.
+OVERDUE: Final = """
+SELECT min(run_at), (SELECT count(*) FROM (SELECT 1 FROM tinyq_jobs WHERE ready = 1 AND lane = :lane LIMIT 10000)) FROM (
+    SELECT (SELECT min(run_at) FROM tinyq_jobs WHERE ready = 1 AND lane = :lane AND priority = here.best) AS run_at
+    FROM (SELECT (SELECT max(priority) FROM tinyq_jobs WHERE ready = 1 AND lane = :lane) AS best UNION ALL
+          SELECT (SELECT min(priority) FROM tinyq_jobs WHERE ready = 1 AND lane = :lane)) AS here
+)"""
 COUNTS: Final = (
     "SELECT queue, task, state, count(*), sum(ready IN (1, 3) OR (ready = 0 AND run_at <= ?)) FROM tinyq_jobs "
     "WHERE namespace = ? GROUP BY queue, task, state ORDER BY queue, task, state"
@@ -4722,6 +4756,17 @@ def unknown_heads(db: sqlite3.Connection, namespace: str, known: Iterable[str]) 
             if task_name not in known:
                 heads |= {seq: task_name for _, _, seq in db.execute(lane_heads, (lane, 1))}
     return heads
+
+
+def overdue_lanes(db: sqlite3.Connection, namespace: str, before: int) -> list[Overdue]:
+    found, paused = list[Overdue](), paused_queues(db, namespace)
+    for queue, _, _, first, last in db.execute(GROUPS, lane_range(namespace)).fetchall():
+        lanes = {"namespace": namespace, "first": first, "last": last, "most": LANES_AT_ONCE}
+        for queue_name, task_name, value, lane in db.execute(LANES, lanes).fetchall() if queue not in paused else ():
+            since, count = db.execute(OVERDUE, {"lane": lane}).fetchone()
+            if since is not None and since < before:
+                found.append(Overdue(queue_name, task_name, value or "", since, count))
+    return found
 
 
 def extend_leases(db: sqlite3.Connection, claims: Sequence[tuple[int, int, str | None]], lease: int) -> dict[int, int | None]:
@@ -5561,6 +5606,9 @@ class SQLiteStore:
         finished, seq = before
         values = {"namespace": self._namespace, "task": task, "finished": finished, "seq": seq, "limit": limit}
         return [as_row(found) for found in await self._read(lambda db: db.execute(DEAD_ROWS, values).fetchall())]
+
+    async def overdue(self, before: int) -> Sequence[Overdue]:
+        return await self._read(lambda db: overdue_lanes(db, self._namespace, before))
 
     async def counts(self, now: int) -> Sequence[Count]:
         rows = await self._read(lambda db: db.execute(COUNTS, (now, self._namespace)).fetchall())
@@ -7445,6 +7493,28 @@ def tell_missed(kind: str, late: Sequence[tuple[str, int, int]]) -> None:
         log.warning("%d %ss missed %d fire times: they were up to %.1f s late: %s", len(late), kind, missed, delay, names)
 
 
+class Spells:
+    """What is said once while it goes on: until it has not been so for a minute, or for three times as long as it needs."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._seen: dict[str, float] = {}
+
+    def begins(self, name: str, every: float) -> bool:
+        """It is so, again or still. `every`: seconds in which it would be so again."""
+        before, now = self._seen.get(name, -math.inf), self._clock.monotonic()
+        self._seen[name] = now
+        return now - before > max(60.0, 3 * every)
+
+
+def tell_slow(name: str, took: float, period: float, rule: str) -> None:
+    log.warning(
+        "%s takes longer than its period: %.1f s, and it is due each %g s, so fire times are skipped (%s): make it shorter or "
+        "its period longer, or let one call do the work of many (batch)",
+        name, took, period, rule,
+    )  # fmt: skip
+
+
 class Crew:
     """Everything that runs, from claim to settlement."""
 
@@ -7489,6 +7559,9 @@ class Crew:
         self._watch: asyncio.TimerHandle | None = None
         self._watched: dict[tuple[int, int, int | None], float] = {}
         self._stepped = (0, 0.0)
+        self._spells = Spells(clock)
+        self._behind: dict[tuple[str, str, bool], Overdue] = {}  # what has been told of
+        self._took = {"claim": 0.0, "settlement": 0.0}  # seconds, the last time
         self._late: list[tuple[str, int, int]] = []  # recurring jobs that have missed fire times, to be told of
         self._late_told = -math.inf
 
@@ -7504,10 +7577,12 @@ class Crew:
             return math.inf
         room = self._slots.room(tier)
         self._slots.lent = tier.durable  # the memory store answers at once; while a database thinks, the room is its
+        began = self._clock.monotonic()
         try:
             claimed = await tier.store.claim(room, self._worker, later(now, self._lease), now)
         finally:
             if tier.durable:
+                self._took["claim"] = self._clock.monotonic() - began
                 self._slots.lent = False
                 self.idle.set()  # whoever waits for the end of all work has been waiting for this, too
             for waiting in self.tiers:
@@ -7767,7 +7842,9 @@ class Crew:
         try:
             if last_words := [words for job, _, change in batch if job.reporter and (words := job.reporter.close(change.keep))]:
                 await tier.store.progress(last_words)
+            began = self._clock.monotonic()
             states = await tier.store.settle([change for _, _, change in batch], now)
+            self._took["settlement"] = self._clock.monotonic() - began
         except BaseException as error:
             if isinstance(error, Exception):
                 self._singly = not isinstance(error, StoreBusy)
@@ -7795,8 +7872,8 @@ class Crew:
             if outcome is not DONE:
                 report(job, outcome, change)
             if job.recurrence:  # what becomes of it next is known to the store
-                if job.ran is not None and job.ran.missed:
-                    self._note_missed(job, job.ran)
+                if job.ran is not None:
+                    self._note_ran(job, job.ran, now)
                 job.state, job.ran = state, None
                 job.args = None if job.tier.durable else job.args
                 self.live.pop(job.id, None)
@@ -7812,6 +7889,13 @@ class Crew:
             if change.state is State.PENDING or job.key is not None:
                 job.tier.wake.set()
         self._leave(job, now)
+
+    def _note_ran(self, job: Running, ran: Ran, now: int) -> None:
+        period = interval_of(cast(str, job.recurrence))[0]
+        if 0 < period < now - ran.started and self._spells.begins(job.task, period / 1e6):
+            tell_slow(f"recurring job {job.task} {(job.key or '')[2:]!r}", (now - ran.started) / 1e6, period / 1e6, "overlap")
+        if ran.missed:
+            self._note_missed(job, ran)
 
     def _note_missed(self, job: Running, ran: Ran) -> None:
         """The first job that has missed fire times is named at once; what one delay has cost the others is one line."""
@@ -7887,6 +7971,48 @@ class Crew:
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
+
+    async def watch_pace(self, after: float, now: int) -> float:
+        """Say once, until they have caught up, that due jobs wait for longer than so many seconds."""
+        late: dict[tuple[str, str, bool], Overdue] = {}
+        for tier in self.tiers:
+            if tier.hungry and tier.claiming:
+                for found in await tier.store.overdue(later(now, -after)):
+                    if self._slots.room(tier).wants(found.queue, found.task):
+                        late.setdefault((found.queue, found.task, tier.durable), found)
+        for name, found in late.items():
+            if name not in self._behind:
+                log.warning(
+                    "queue %r falls behind: %s%d %s jobs of task %s wait, for up to %.1f s: %s; the last claim took %.1f ms, the "
+                    "last settlement %.1f ms",
+                    found.queue, "at least " if found.jobs == 10_000 else "", found.jobs, "durable" if name[2] else "best-effort",
+                    found.task, (now - found.since) / 1e6, self._why_late(found), *(took * 1e3 for took in self._took.values()),
+                )  # fmt: skip
+        for queue, task, _ in self._behind.keys() - late.keys():
+            log.info("queue %r has caught up with the jobs of task %s", queue, task)
+        self._behind = late
+        return min(5.0, after / 2)
+
+    def _why_late(self, late: Overdue) -> str:
+        """What keeps them, and what would help."""
+        slots, terms = self._slots, self.tiers[0].terms.get(late.task)
+        named = late.queue in slots.named
+        room = f"queues={{{late.queue!r}: …}}" if named else "concurrency"
+        if terms is not None and slots.busy.get((terms.names[0], late.value), 0) >= min(terms.running, terms.total):
+            limit = f"max_running={terms.running}" if terms.running <= terms.total else f"max_running_total={terms.total}"
+            return f"its {limit} is reached{' for ' + late.value if late.value else ''}: raise it, or let them wait"
+        if slots.named.get(late.queue, slots.shared) <= 0:
+            pool = [job for job in self.running.values() if (job.queue == late.queue if named else job.queue not in slots.named)]
+            names = ", ".join(f"{task} ({n})" for task, n in Counter(job.task for job in pool).most_common(3))
+            longest = max((self._clock.monotonic() - job.deadline + job.settings.timeout for job in pool), default=0.0)
+            took = f", for up to {longest:.1f} s" if 0 < longest < math.inf else ""
+            taken = f"all its slots are taken, by {names or 'jobs that start'}{took}"
+            return f"{taken}: more slots ({room}) or another process would help"
+        if terms is not None and terms.limited:
+            return "its limits (rate, max_running_total) let no more start: raise them, or let them wait"
+        if slots.threads <= 0:
+            return "all threads for plain functions are taken: more of them (threads), or async functions, would help"
+        return "this process does not get round to them: another process would help"
 
     async def retention(self, tier: Tier, now: int) -> float:
         """Drop what was kept long enough."""
@@ -8083,6 +8209,7 @@ class Scheduler:
         self._heap: list[tuple[int, int, Periodic]] = []
         self._new: list[Periodic] = []
         self._order = itertools.count()
+        self._spells = Spells(clock)
         self._under_way = False
         self._drift = math.inf  # by how much the wall clock is ahead of the steady one
 
@@ -8234,6 +8361,9 @@ class Scheduler:
             case "overlap" | "existing":
                 periodic.last = moment
                 periodic.skipped += 1
+                took, period = (self._clock.time() - moment + periodic.period) / 1e6, periodic.period / 1e6
+                if answer.verdict == "overlap" and period and self._spells.begins(periodic.name, period):
+                    tell_slow(f"schedule {periodic.name}", took, period, 'overlap="skip"')
                 log.info("schedule %s skips %s: its last run is not over", periodic.name, as_datetime(moment))
             case "created":
                 periodic.last = moment
@@ -9085,6 +9215,8 @@ class Engine(Inquiries):
         for tier in self.crew.tiers:
             self._begin_tier(tier)
         self._begin("timeouts", self.crew.deadlines, self.crew.deadline_wake)
+        if self.config.behind_after < math.inf:
+            self._begin("pace", functools.partial(self.crew.watch_pace, self.config.behind_after), asyncio.Event())
         if self.durable is not None:
             self._begin("durable outcomes", functools.partial(self.crew.settle, self.durable), self.crew.settle_wake, 5.0)
         for schedule in schedules:

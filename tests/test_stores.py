@@ -1161,4 +1161,19 @@ def test_all_stores_have_the_verbs_of_the_contract_in_its_order() -> None:
         return [name for name in vars(kind) if not name.startswith("_") and name in vars(Store)]
 
     assert verbs(MemoryStore) == verbs(SQLiteStore) == verbs(Store)
-    assert len(verbs(Store)) == 26
+    assert len(verbs(Store)) == 27
+
+
+# What waits too long
+
+
+async def test_jobs_that_have_been_due_for_long_are_told_by_queue_and_task(store: Store) -> None:
+    others = {"task": "report", "queue": "reports"}
+    rows = [job(run_at=NOW - 5), job(run_at=NOW - 3), job(run_at=NOW - 9, priority=-1), job(run_at=NOW + 9)]
+    rows += [job(run_at=NOW - 8, limit_value='"a"', **others), job(run_at=NOW - 2, limit_value='"b"', **others)]
+    await store.insert(rows, NOW - 10)
+    await store.claim(room(0), "w1", LEASE, NOW)  # which finds what has come due
+    found = sorted(await store.overdue(NOW - 2))
+    assert found == [("default", "send", "", NOW - 9, 3), ("reports", "report", '"a"', NOW - 8, 1)]
+    await store.pause(["reports"])
+    assert [late.queue for late in await store.overdue(NOW)] == ["default"]
