@@ -51,6 +51,28 @@ async def drive():
         await q.stop(grace=5)
 asyncio.run(drive())
 """,
+    "async def monthly_report": """
+async def drive():
+    async with q:
+        for n in range(3):
+            await q.enqueue(receipt, n, durable=True)
+            await q.enqueue(monthly_report, "a7", durable=True)
+            await q.enqueue(sync_account, account="a7", durable=True)
+            await q.enqueue(call_partner, n, durable=True)
+        await q.drain()
+        assert (await q.stats()).count() == 0
+asyncio.run(drive())
+""",
+    "async def search(queries": """
+async def drive():
+    async with q:
+        jobs = [await q.enqueue(poll, n, durable=True, result_ttl=60) for n in (99, 100)]
+        assert [await job.result() for job in jobs] == [None, ["a match"]]
+        await subscribe(7)
+        assert [schedule.key for schedule in await q.schedules(poll)] == ["7"]
+        await q.stop(grace=0)
+asyncio.run(drive())
+""",
     "class Busy": """
 async def drive():
     async with tinyq.TinyQ() as q:
@@ -114,7 +136,7 @@ with contextlib.redirect_stdout(io.StringIO()) as output:
     asyncio.run(drive())
 assert output.getvalue() == "reported\\n", output.getvalue()
 """,
-    "async def poll": """
+    "async def poll(sub_id": """
 import contextlib, io
 async def drive():
     async with q:
