@@ -2738,6 +2738,8 @@ class Configuration(TypedDict, total=False):
     lease: seconds for which a worker owns a job before it must renew; a crash is noticed after that. Default 30, at least 0.3.
     synchronous: "full" (default): an acknowledged durable job survives a power cut. "normal": it survives a crash of the
         process, but a power cut may take the last ones along.
+    auto_migrate: False: the tables are not made or brought forward here, but by whoever may do that, with what
+        `python -m tinyq schema FILE` prints; until then `start` raises StoreError. Default True.
     promote: at shutdown, store best-effort jobs that were not started, if there is a database. Default True; "interrupted" also
         stores those that had to be cancelled.
     worker: False to claim no durable jobs and fire no shared schedules in this process. Default: what TINYQ_WORKER says (0 or
@@ -2759,6 +2761,7 @@ class Configuration(TypedDict, total=False):
     grace: float | timedelta
     lease: float | timedelta
     synchronous: Literal["full", "normal"]
+    auto_migrate: bool
     promote: Promote
     worker: bool
     namespace: str
@@ -2784,6 +2787,7 @@ class Config(Value):
     grace: float
     lease: float
     synchronous: str
+    auto_migrate: bool
     promote: Promote
     worker: bool
     namespace: str
@@ -2825,6 +2829,7 @@ def configure_from(given: Mapping[str, Any]) -> Config:
         grace=duration(given.get("grace", 10.0), "grace", infinite=True),
         lease=lease,
         synchronous=choice(given.get("synchronous", "full"), "synchronous", "full", "normal"),
+        auto_migrate=flag(given.get("auto_migrate", True), "auto_migrate"),
         promote=choice(given.get("promote", True), "promote", True, False, "interrupted"),
         worker=flag(given.get("worker", True), "worker"),
         namespace=text(given.get("namespace", "default"), "namespace"),
@@ -5221,7 +5226,7 @@ class LogFile:
         self._next_size = max(LOG_BYTES, self._size() + LOG_BYTES // 4)
 
 
-def prepare(db: sqlite3.Connection, path: str, synchronous: str) -> dict[str, Any]:
+def prepare(db: sqlite3.Connection, path: str, synchronous: str, auto_migrate: bool = True) -> dict[str, Any]:
     """Set the pragmas, verify them, bring the schema forward. Answers what is worth logging."""
     import sqlite3
 
@@ -5235,15 +5240,24 @@ def prepare(db: sqlite3.Connection, path: str, synchronous: str) -> dict[str, An
         )
     patiently(lambda: db.execute(f"PRAGMA synchronous = {synchronous}"), deadline)
     patiently(lambda: db.execute("PRAGMA wal_autocheckpoint = 0"), deadline)  # see LogFile
-    if patiently(lambda: schema_version(db, path), deadline) < len(MIGRATIONS):
+    if (version := patiently(lambda: schema_version(db, path), deadline)) < len(MIGRATIONS):
+        if not auto_migrate:
+            raise StoreError(
+                f"{path} has {f'tinyq schema {version}' if version else 'no tables of tinyq'}, and {len(MIGRATIONS)} is needed, "
+                f"which auto_migrate=False leaves to you: run what `python -m tinyq schema {path}` prints"
+            )
         committed(db, lambda: migrate(db, path), deadline)
     return {"path": path, "sqlite": sqlite3.sqlite_version, "journal": mode, "synchronous": synchronous}
 
 
 def migrate(db: sqlite3.Connection, path: str) -> None:
-    for statement in itertools.chain(*MIGRATIONS[schema_version(db, path) :]):
+    for statement in steps_from(schema_version(db, path)):
         db.execute(statement)
-    db.execute("INSERT OR REPLACE INTO tinyq_meta VALUES ('schema', ?)", (len(MIGRATIONS),))
+
+
+def steps_from(version: int) -> Iterable[str]:
+    """The statements that bring a file of this version, 0 for one without tables of tinyq, forward to the newest."""
+    return (*itertools.chain(*MIGRATIONS[version:]), f"INSERT OR REPLACE INTO tinyq_meta VALUES ('schema', {len(MIGRATIONS)})")
 
 
 def schema_version(db: sqlite3.Connection, path: str) -> int:
@@ -5516,7 +5530,8 @@ async def joined(threads: Sequence[threading.Thread], busy: int = 0) -> None:
 class SQLiteStore:
     """Jobs in one SQLite file. `path` may be the application's own database; all tables begin with `tinyq_`."""
 
-    def __init__(self, path: str, namespace: str = "default", synchronous: str = "full") -> None:
+    def __init__(self, path: str, namespace: str = "default", synchronous: str = "full", auto_migrate: bool = True) -> None:
+        self._auto_migrate = auto_migrate
         self.path = os.path.abspath(path)
         self.facts: dict[str, Any] = {}
         self._namespace = namespace
@@ -5544,7 +5559,7 @@ class SQLiteStore:
         try:
             options: dict[str, Any] = {"isolation_level": None, "timeout": 0, "factory": connection_class()}
             self._writer = await self._connect(aiosqlite.connect(self.path, **options))
-            self.facts = await self._hop(self._writer, lambda db: prepare(db, self.path, self._synchronous))
+            self.facts = await self._hop(self._writer, lambda db: prepare(db, self.path, self._synchronous, self._auto_migrate))
             await self._hop(self._writer, lambda db: setattr(db, "full", self._synchronous == "full"))
             self._identity = await self._hop(self._writer, lambda db: file_identity(self.path))
             await self._hop(self._writer, lambda db: warn_if_unfit(self.path))
@@ -6172,7 +6187,7 @@ def insert_here(path: str, config: Config, rows: Sequence[JobRow], now: int) -> 
     try:
         db = sqlite3.connect(path, isolation_level=None, timeout=0, factory=connection_class())
         with db.busy:
-            prepare(db, path, config.synchronous)
+            prepare(db, path, config.synchronous, config.auto_migrate)
             db.execute("PRAGMA wal_autocheckpoint = 1000")  # there may be no worker yet that writes the log back
 
         def once() -> list[Inserted]:
@@ -6212,7 +6227,7 @@ def insert_here_within(tx: Any, path: str, config: Config, rows: Sequence[JobRow
     if not isinstance(found, sqlite3.Connection):
         raise TypeError(f"tx is {tx!r}, which only an event loop can use: write `await enqueue(…, tx=…)` there")
     try:
-        return insert_within(found, path, file_identity(path), config.namespace, rows, now, migrating=True)
+        return insert_within(found, path, file_identity(path), config.namespace, rows, now, migrating=config.auto_migrate)
     except sqlite3.Error as error:
         raise tx_error(error, path) from error
 
@@ -9192,7 +9207,8 @@ class Engine(Inquiries):
     async def start(self, schedules: Sequence[Periodic]) -> None:
         """Open the store, begin the loops. On an error nothing is left behind."""
         if self.config.db is not None:
-            self.durable_store = SQLiteStore(self.config.db, self.config.namespace, self.config.synchronous)
+            config = self.config
+            self.durable_store = SQLiteStore(cast(str, config.db), config.namespace, config.synchronous, config.auto_migrate)
             await self.durable_store.open()
             self.durable = Tier(
                 store=self.durable_store,
@@ -11578,6 +11594,7 @@ def run(q: TinyQ | None = None) -> None:
 
 # ── 38. Command line ──────────────────────────────────────────────────────────────────────────────────────────────────
 # `python -m tinyq worker main:app`: a process for an application's lifespan and the TinyQs that it starts, without HTTP.
+# `python -m tinyq schema jobs.db`: the SQL for a file whose tables somebody else makes.
 
 
 class CommandFailed(Exception):
@@ -11587,7 +11604,8 @@ class CommandFailed(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Answers the exit code: 0, or 1 with the reason on standard error; SystemExit(2) for wrong usage."""
     try:
-        return work(*parsed(arguments))
+        found, command = parsed(arguments)
+        return print_schema(found.file) if found.command == "schema" else work(found, command)
     except CommandFailed as failure:
         if failure.__cause__ is not None:
             traceback.print_exception(failure.__cause__)
@@ -11602,7 +11620,15 @@ def parsed(arguments: Sequence[str] | None) -> tuple[Any, Command]:
         prog=f"python -m {__name__}" if _program else "tinyq", description="Background work of a FastAPI or Starlette service."
     )
     parser.add_argument("--version", action="version", version=f"tinyq {__version__}")
-    worker = parser.add_subparsers(metavar="COMMAND", required=True).add_parser(
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
+    schema = commands.add_parser(
+        "schema",
+        help="print the SQL that makes or brings forward the tables of tinyq",
+        description="Print the SQL that brings the tables of tinyq in a file forward, or makes them, for a TinyQ with "
+        "auto_migrate=False: python -m tinyq schema jobs.db | sqlite3 jobs.db. The file itself is not changed.",
+    )
+    schema.add_argument("file", metavar="FILE", nargs="?", help="the database as it is; default: a new one")
+    worker = commands.add_parser(
         "worker",
         help="serve the queues of an application in a process of their own",
         description="Enter an application's lifespan without HTTP and run its jobs, until SIGINT or SIGTERM: then let what runs "
@@ -11622,6 +11648,8 @@ def parsed(arguments: Sequence[str] | None) -> tuple[Any, Command]:
         help="of tinyq; default info. It logs to standard error unless the app sets up logging",
     )
     found = parser.parse_args(arguments)
+    if found.command == "schema":
+        return found, Command(grace=0.0, queues={})
     try:
         if not all(found.target.partition(":")):
             raise ValueError(f"{found.target!r} names no application: write MODULE:APP, such as main:app")
@@ -11629,6 +11657,22 @@ def parsed(arguments: Sequence[str] | None) -> tuple[Any, Command]:
         return found, Command(grace=grace, queues={} if found.queues is None else queues_from(found.queues))
     except ValueError as error:
         worker.error(str(error))
+
+
+def print_schema(file: str | None) -> int:
+    import pathlib
+    import sqlite3
+
+    version = 0
+    if file is not None:
+        try:
+            with contextlib.closing(sqlite3.connect(f"{pathlib.Path(file).absolute().as_uri()}?mode=ro", uri=True)) as db:
+                version = schema_version(db, file)
+        except (sqlite3.Error, StoreError) as error:
+            raise CommandFailed(str(store_error(error, file))) from None
+    for statement in ("BEGIN IMMEDIATE", *steps_from(version), "COMMIT") if version < len(MIGRATIONS) else ():
+        print(f"{statement};")
+    return 0
 
 
 def as_number(word: str, name: str) -> float:

@@ -184,3 +184,61 @@ async def test_a_schedule_of_an_older_file_goes_on_from_its_last_fire_time(tmp_p
         await q.schedule(poll, 7, when=tinyq.Every(3600), key="7")
         await eventually(lambda: len(fires) == 2, clock, 1)
     assert datetime(2026, 1, 1, 13, tzinfo=UTC) in fires
+
+
+# Tables that somebody else makes
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert tinyq.main(["schema", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def schema_of(path: Path) -> list[Any]:
+    return rows(path, "SELECT type, name, sql FROM sqlite_schema WHERE name NOT LIKE 'sqlite_%' ORDER BY name")
+
+
+def run_script(path: Path, script: str) -> None:
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript(script)
+
+
+async def test_without_auto_migrate_the_tables_are_left_to_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new.db"
+    with pytest.raises(tinyq.StoreError, match=r"no tables of tinyq, and 5 is needed.*python -m tinyq schema"):
+        await TinyQ(path, auto_migrate=False).start()
+    assert schema_of(path) == []
+    run_script(path, printed(capsys))
+    async with TinyQ(path, auto_migrate=False) as q:
+        await q.enqueue("later", durable=True)
+    assert rows(path, "SELECT task FROM tinyq_jobs") == [("later",)]
+
+
+async def test_a_file_of_an_older_version_is_refused_until_it_is_brought_forward(
+    old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = schema_of(old)
+    with pytest.raises(tinyq.StoreError, match="has tinyq schema 1, and 5 is needed"):
+        await TinyQ(old, auto_migrate=False).start()
+    with pytest.raises(tinyq.StoreError, match="has tinyq schema 1, and 5 is needed"):
+        await asyncio.to_thread(TinyQ(old, auto_migrate=False).enqueue_sync, "later", durable=True)
+    script = printed(capsys, old)
+    assert schema_of(old) == before
+    run_script(old, script)
+    copy = tmp_path / "new.db"
+    async with TinyQ(copy, worker=False), TinyQ(old, worker=False, auto_migrate=False):
+        pass
+    made = [row for row in schema_of(old) if row[1] not in ("tinyq_meta", "tinyq_schedules")]
+    assert made == [row for row in schema_of(copy) if row[1] not in ("tinyq_meta", "tinyq_schedules")]
+    assert printed(capsys, old) == ""
+
+
+def test_the_schema_of_a_file_that_is_not_there_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tinyq.main(["schema", str(tmp_path / "none.db")]) == 1
+    assert "none.db" in capsys.readouterr().err
+    assert not (tmp_path / "none.db").exists()
+
+
+def test_auto_migrate_is_true_or_false() -> None:
+    with pytest.raises(TypeError, match="auto_migrate"):
+        TinyQ(auto_migrate="no")  # type: ignore[arg-type]
