@@ -4232,10 +4232,15 @@ CLAIM: Final = (
     "OR coalesce(options, headers, key, expires, schedule, reason, cancel_at, limit_value) IS NOT NULL END"
 )
 
+RECURRING_HAS: Final = ("key", "recurrence", "tally", "fire_time", "claim_no", "attempts", "snoozes", "interruptions")
+CLAIM_GATED: Final = (  # the same for jobs of batch handlers, of which many recur, with what is to be known of those
+    CLAIM[: CLAIM.index(f"RETURNING {CLAIMED}")]
+    + f"RETURNING {CLAIMED}, {', '.join(RECURRING_HAS)}, payload_version <> 1 OR lost > 0 "
+    "OR coalesce(options, headers, expires, schedule, reason, error, parked, cancel_at, limit_value, singly) IS NOT NULL"
+)
 AMONG: Final = "seq IN (SELECT value FROM json_each(?))"
 SPECIAL: Final = 1  # what CLAIM says of a row that is to be read whole
-RECURRING_ONLY: Final = 2  # and of a recurring job of which only this is more to know
-RECURRING_HAS: Final = ("key", "recurrence", "tally", "fire_time", "claim_no", "attempts", "snoozes", "interruptions")
+RECURRING_ONLY: Final = 2  # and of a recurring job of which only RECURRING_HAS is more to know
 SELECT_RECURRING: Final = f"SELECT seq, {', '.join(RECURRING_HAS)} FROM tinyq_jobs WHERE {AMONG}"
 EXTEND: Final = (
     "UPDATE tinyq_jobs SET lease = ?, error = coalesce(claim.value ->> 2, error) FROM json_each(?) AS claim "
@@ -4612,6 +4617,7 @@ class Choice(NamedTuple):
     more: bool  # something due may be left
     wait: int | None = None  # when there is something again, whose time has come but for a rate or a window
     spent: Iterable[tuple[str, str, Rate, int]] = ()
+    gated: bool = False  # all of them are of tasks that have terms
 
 
 def candidates(
@@ -4644,7 +4650,9 @@ def candidates(
     picked = room.pick((head[3] for head in heads), limits, most)
     left_for_others = now + FRESH_FOR if most < len(heads) else None
     look_on = now + LOOK_ON if not picked and len(lanes) >= LANES_AT_ONCE else None
-    return Choice(picked, more or len(picked) < len(heads), soonest(wait, limits.wait, left_for_others, look_on), limits.spent)
+    gated = all(lane.terms is not None for lane in (*lanes, *fragile))
+    wait = soonest(wait, limits.wait, left_for_others, look_on)
+    return Choice(picked, more or len(picked) < len(heads), wait, limits.spent, gated)
 
 
 def left_in_all(db: sqlite3.Connection, namespace: str, now: int, terms: Terms, value: str) -> Left:
@@ -4716,7 +4724,7 @@ def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, 
     for task, value, rate, count in choice.spent:
         known = db.execute(FULL_AT, (namespace, task, value)).fetchone()
         db.execute(SPEND, (namespace, task, value, rate.spend(known[0] if known else None, now, count)))
-    rows = whole_rows(db, take(db, namespace, choice.seqs, worker, lease, now), worker, lease, now)
+    rows = whole_rows(db, take(db, namespace, choice, worker, lease, now), worker, lease, now)
     return Claimed(rows, soonest(next_at, choice.wait), full or choice.more, paused)
 
 
@@ -4732,6 +4740,8 @@ def whole_rows(db: sqlite3.Connection, claimed: Iterable[Sequence[Any]], worker:
         rows.append(row := claimed_row(values, worker, lease, now))
         if values[-1] == RECURRING_ONLY:
             recurring[row.seq] = row
+        elif len(values) > RECURRING_FROM + 1:  # of CLAIM_GATED
+            vars(row).update(zip(RECURRING_HAS, values[RECURRING_FROM:-1], strict=True))
     if special:
         rows += map(as_row, db.execute(f"SELECT {ALL} FROM tinyq_jobs WHERE {AMONG}", (encode_json(special),)))
     if recurring:
@@ -4741,12 +4751,16 @@ def whole_rows(db: sqlite3.Connection, claimed: Iterable[Sequence[Any]], worker:
     return rows
 
 
-def take(db: sqlite3.Connection, namespace: str, seqs: Sequence[int], worker: str, lease: int, now: int) -> Sequence[Any]:
-    return db.execute(CLAIM, (worker, lease, now, namespace, encode_json(seqs))).fetchall() if seqs else ()
+def take(db: sqlite3.Connection, namespace: str, choice: Choice, worker: str, lease: int, now: int) -> Sequence[Any]:
+    claim, among = CLAIM_GATED if choice.gated else CLAIM, encode_json(choice.seqs)
+    return db.execute(claim, (worker, lease, now, namespace, among)).fetchall() if choice.seqs else ()
+
+
+RECURRING_FROM: Final = CLAIMED.count(",") + 1  # the place of RECURRING_HAS in a row of CLAIM_GATED
 
 
 def claimed_row(values: Sequence[Any], worker: str, lease: int, now: int) -> JobRow:
-    seq, id, task, queue, priority, run_at, created, payload, _ = values
+    seq, id, task, queue, priority, run_at, created, payload = values[:RECURRING_FROM]
     row = JobRow(id, task, queue, priority, run_at, created)
     row.seq, row.payload, row.durable, row.state, row.attempts, row.claim_no = seq, payload, True, State.RUNNING, 1, 1
     row.worker, row.lease, row.started = worker, lease, now
