@@ -3307,7 +3307,7 @@ def key_conflict(row: JobRow) -> KeyConflict:
 
 
 SUPERSEDED: Final = "its retry was given up: the next fire time had come"
-NO_RUNS: Final = "0 0 0 0 0"
+NO_RUNS: Final = "0 0 0 0 0 0"
 MISSED: Final = "its fire time was missed"
 UNSCHEDULED: Final = ""  # the recurrence of a job that was unscheduled while it ran
 MOVED_ON: Final[Mapping[str, Any]] = {
@@ -3411,6 +3411,7 @@ class Tally(NamedTuple):
     missed: int = 0
     superseded: int = 0
     failed: int = 0
+    last: int = 0  # the fire time for which it has run last
 
     def as_text(self) -> str:
         return " ".join(map(str, self))
@@ -3426,8 +3427,9 @@ def as_usual(change: Settlement, text: str, tally: str | None, now: int) -> tupl
     if not period or ran is None or change.state is not IS_DONE or ran.missed or ran.superseded:
         return None
     upcoming = ran.fire_time - (ran.fire_time - offset) % period + period
-    fired, _, others = (tally or NO_RUNS).partition(" ")
-    return (upcoming, f"{int(fired) + 1} {others}") if upcoming > now else None
+    fired, skipped, missed, superseded, failed, *_ = (tally or NO_RUNS).split()
+    counts = f"{int(fired) + 1} {skipped} {missed} {superseded} {failed} {ran.fire_time}"
+    return (upcoming, counts) if upcoming > now else None
 
 
 RULE_FAILS: Final = "its rule fails"
@@ -3473,6 +3475,7 @@ def recur(change: Settlement, text: str, counts: str | None, fire_time: int, now
         superseded=tally.superseded + waits,
         fired=tally.fired + (change.state is not State.PENDING),
         failed=tally.failed + (change.state is State.DEAD),
+        last=tally.last if change.reason == MISSED else ran.fire_time,
     )
     afresh = {**MOVED_ON, "run_at": upcoming, "lost": 0 if change.state is State.DONE else change.lost}
     return change._replace(**afresh), tally.as_text(), upcoming
@@ -10237,7 +10240,8 @@ class RecurringJob(Schedule):
         self.created = created
         upcoming = None if recurrence.paused else as_datetime(row.fire_time)
         self._stats = ScheduleStats(
-            name=row.task, fired=tally.fired, skipped=tally.skipped, missed=tally.missed, last=None, next=upcoming,
+            name=row.task, fired=tally.fired, skipped=tally.skipped, missed=tally.missed,
+            last=as_datetime(tally.last or None), next=upcoming,
             superseded=tally.superseded, paused=recurrence.paused, failed=tally.failed,
         )  # fmt: skip
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import sqlite3
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,35 @@ async def test_a_recurring_job_runs_at_each_fire_time_of_its_rule(q: TinyQ, poll
     assert polls.calls == [(7, 10, 1), (7, 20, 1), (7, 30, 1)]
     assert (await only(q)).stats.fired == 3
     assert (await q.stats()).count() == 1
+
+
+async def test_the_stats_say_for_which_fire_time_it_has_run_last(q: TinyQ, polls: Polls, clock: FakeClock) -> None:
+    began = clock.now()
+    job = await q.schedule(polls.task, 7, when=Every(10), key="7", retry=False)
+    assert job.stats.last is None
+    for n, error in enumerate((None, ValueError("down"), None), 1):
+        polls.error = error
+        await next_run(q, polls, clock, n)
+        assert (await only(q)).stats.last == began + timedelta(seconds=10 * n)
+
+
+async def test_a_fire_time_that_was_missed_is_not_the_one_for_which_it_has_run_last(clock: FakeClock, open_at: OpenAt) -> None:
+    q = await open_at(None)
+    polls = Polls(q, clock)
+    await q.schedule(polls.task, 7, when=Every(10), key="7", misfire="skip")
+    await clock.advance(10)
+    ran = clock.now()
+    clock.block(64)
+    await clock.advance(1)
+    stats = (await only(q)).stats
+    assert (stats.fired, stats.missed, stats.last) == (1, 6, ran)
+
+
+async def test_a_run_whose_retry_was_given_up_is_the_last_one_all_the_same(q: TinyQ, polls: Polls, clock: FakeClock) -> None:
+    began, polls.error = clock.now(), ValueError("down")
+    await q.schedule(polls.task, 7, when=Every(10), key="7", retry=[25])
+    await next_run(q, polls, clock, 1)
+    assert (await only(q)).stats.last == began + timedelta(seconds=10)
 
 
 async def test_scheduling_the_same_again_changes_nothing(q: TinyQ, polls: Polls, clock: FakeClock) -> None:
@@ -242,7 +272,8 @@ async def test_of_the_fire_times_that_were_missed_those_are_run_that_the_policy_
     clock.block(64)
     await clock.advance(fires[-1] - 74)
     assert polls.fires == fires
-    assert (await only(q)).stats.missed == missed
+    stats = (await only(q)).stats
+    assert (stats.missed, stats.last) == (missed, clock.now())
 
 
 async def test_paused_it_does_not_run_and_resumed_it_goes_on_with_the_next_fire_time(
