@@ -7917,7 +7917,7 @@ class Crew:
             job.exception = outcome.error
             if outcome.kind == "done":
                 job.value = outcome.value
-            self._became_dead(job, now)
+            self._became_dead(job, now, change if job.recurrence else None)
             if change.state is State.PENDING or job.key is not None:
                 job.tier.wake.set()
         self._leave(job, now)
@@ -7952,11 +7952,17 @@ class Crew:
         self._ended = []
 
     def _became_dead(self, row: JobRow, now: int, change: Settlement | None = None) -> None:
-        """If that is what was committed, the hooks hear of it. `change`: of a row that was reclaimed, and has not seen it yet."""
+        """If that is what was committed, the hooks hear of it. `change`: of a row that has not seen it: it was reclaimed, or is a
+        recurring job, which has moved on; of that they are told what this run has come to."""
         if change is not None and change.state is State.DEAD:
+            row = row.but(waiters=None) if row.recurrence else row
             apply(row, change, now)
-            row = self.known(row)
-        if row.state is State.DEAD and self.after_death is not None:
+            row = row if row.recurrence else self.known(row)
+        if row.state is State.DEAD:
+            self._tell_dead(row)
+
+    def _tell_dead(self, row: JobRow) -> None:
+        if self.after_death is not None:
             self.after_death(row)
 
     def tell(self, row: JobRow, now: int) -> None:
@@ -9759,10 +9765,9 @@ class KitCrew(Crew):
             if job.state is State.PENDING and job.recurrence is None:
                 job.ready = claimable(job.run_at, job.lost, now)  # what was written and what stands in the store are one row
 
-    def _became_dead(self, row: JobRow, now: int, change: Settlement | None = None) -> None:
-        super()._became_dead(row, now, change)
-        if row.state is State.DEAD:
-            self.died.append(row)
+    def _tell_dead(self, row: JobRow) -> None:
+        super()._tell_dead(row)
+        self.died.append(row)
 
     def _watch_loop(self, due: float = 0.0, *, first: bool = False) -> None:
         """Nobody is there to be warned."""
@@ -10787,9 +10792,10 @@ class TinyQ:
     def on_dead(self, hook: HookT, /) -> HookT:
         """Have a function called with the Job of each job that dies, best-effort or durable, once that is committed.
 
-        That is in the process that ran it, or in the one that found that its worker was lost. Async functions run in the event
-        loop, plain ones in a thread, beside the jobs' slots; at most 10 at once, 30 s each. What a hook does cannot change the
-        job: if it fails or takes longer, that is one ERROR in the log. Shutdown waits for it as for a running job. It is not
+        That is in the process that ran it, or in the one that found that its worker was lost. Of a recurring job it hears each
+        time that the job has failed for a fire time, with a Job that stays as that run has ended. Async functions run in the
+        event loop, plain ones in a thread, beside the jobs' slots; at most 10 at once, 30 s each. What a hook does cannot change
+        the job: if it fails or takes longer, that is one ERROR in the log. Shutdown waits for it as for a running job. It is not
         called again if the process ends first. Raises TypeError for what is not callable.
         """
         self._dead_hooks.append(hook_from(hook))
@@ -11142,7 +11148,8 @@ class TinyQ:
         It is one row, durable if there is a database (or as `durable` says), and one per task and key: scheduled again, it takes
         the new arguments, options and policies, and if the rule is another one, its next fire time; a run under way is left
         alone. After each run it waits for its next fire time, with all its attempts. A retry is given up when that comes first; a
-        job that fails for good is logged, and comes again. Only `unschedule`, or Cancel from the handler, ends it.
+        job that fails for good is logged, the on_dead hooks hear of it, and it comes again. Only `unschedule`, or Cancel from the
+        handler, ends it.
 
         overlap: fire times during its own run are skipped (default), or "queue": the last one is run right after.
         immediate: begin with the fire time that has passed last. misfire, misfire_grace: as for `every`; `expires` of its task

@@ -575,6 +575,24 @@ async def test_a_recurring_job_ends_itself_after_three_runs(q: TinyQ, jobs: Kit)
     assert await q.schedules() == []
 
 
+def test_a_recurring_job_that_fails_for_a_fire_time_is_a_death_for_the_test_and_the_hooks(
+    q: TinyQ, jobs: Kit, durable: bool
+) -> None:
+    heard: list[str | None] = []
+    q.on_dead(lambda job: heard.append(job.error))
+
+    @q.task(name="poll")
+    async def poll() -> None:
+        raise ValueError("down")
+
+    asyncio.run(q.schedule(poll, when=tinyq.Every(60), key="k", retry=False, durable=durable))
+    with pytest.raises(ValueError, match="down") as caught:
+        jobs.advance(60)
+    assert any("is dead: no attempts left" in note for note in caught.value.__notes__)
+    assert jobs.advance(60, raise_errors=False) == 1
+    assert heard == ["ValueError: down"] * 2
+
+
 async def test_a_schedule_keeps_no_trace_of_a_test(q: TinyQ) -> None:
     q.every(60, name="tick")(lambda: None)
     with q.testing() as jobs:

@@ -15,7 +15,7 @@ from helpers import Open, edit, eventually, rows, stopped_at_once
 from test_recurring import Polls, next_run, only
 
 import tinyq
-from tinyq import Cron, Every, Retry, Snooze, TinyQ
+from tinyq import Cancel, Cron, Every, Job, JobFailed, Retry, Snooze, State, TinyQ
 
 
 @pytest.fixture
@@ -94,6 +94,95 @@ async def test_a_timeout_is_a_failure_of_this_fire_time(q: TinyQ, polls: Polls, 
     await next_run(q, polls, clock, 2)
     assert polls.fires == [60, 120]
     assert (await only(q)).stats.failed >= 1
+
+
+# The on_dead hooks
+
+
+class Heard:
+    """What the on_dead hooks of a TinyQ were told, as of the moment of each call."""
+
+    def __init__(self, q: TinyQ) -> None:
+        self.jobs: list[Job[Any]] = []
+        self.told: list[tuple[str, State, int, str | None, str | None]] = []
+        q.on_dead(self.note)
+
+    async def note(self, job: Job[Any]) -> None:
+        self.jobs.append(job)
+        self.told.append((job.task, job.status, job.attempts, job.error, job.reason))
+
+
+async def test_the_on_dead_hooks_hear_of_each_fire_time_that_has_failed_for_good(
+    q: TinyQ, polls: Polls, clock: FakeClock
+) -> None:
+    heard = Heard(q)
+    polls.error = ValueError("down")
+    await q.schedule(polls.task, 7, when=Every(60), key="7", retry=[5])
+    began = clock.now()
+    for n in (1, 2):
+        await next_run(q, polls, clock, 2 * n)
+        await eventually(lambda n=n: len(heard.told) == n)  # type: ignore[misc]
+    assert heard.told == [("poll", State.DEAD, 2, "ValueError: down", "no attempts left")] * 2
+    assert [job.run_at >= began + timedelta(seconds=60 * n + 5) for n, job in enumerate(heard.jobs, 1)] == [True] * 2
+    assert "ValueError: down" in (heard.jobs[0].traceback or "")
+    with pytest.raises(JobFailed, match="down"):
+        await heard.jobs[0].result(5)
+
+
+async def test_the_on_dead_hooks_are_not_called_while_there_are_attempts_nor_for_what_is_given_up(
+    q: TinyQ, polls: Polls, clock: FakeClock
+) -> None:
+    heard = Heard(q)
+    polls.error = ValueError("down")
+    await q.schedule(polls.task, 7, when=Every(10), key="7", retry=[25])
+    await next_run(q, polls, clock, 3)
+    polls.error = Cancel("over")
+    await next_run(q, polls, clock, 4)
+    await q.drain()
+    assert heard.told == []
+
+
+async def test_the_on_dead_hooks_hear_of_what_was_unscheduled_while_it_ran_and_failed(
+    q: TinyQ, polls: Polls, clock: FakeClock
+) -> None:
+    heard = Heard(q)
+    polls.seconds, polls.error = 3, ValueError("down")
+    await q.schedule(polls.task, 7, when=Every(60), key="7", retry=False)
+    await eventually(lambda: len(polls.calls) == 1, clock, 1)
+    await q.unschedule(polls.task, key="7")
+    await next_run(q, polls, clock, 1)
+    await eventually(lambda: heard.told)
+    assert heard.told == [("poll", State.DEAD, 1, "ValueError: down", "no attempts left")]
+
+
+async def test_a_hook_may_requeue_or_look_up_a_job_that_comes_again_anyway(q: TinyQ, polls: Polls, clock: FakeClock) -> None:
+    found: list[tuple[int, State]] = []
+
+    @q.on_dead
+    async def hook(job: Job[Any]) -> None:
+        found.append((await q.requeue(job.id), (await q.get(job.id)).status))
+
+    polls.error = ValueError("down")
+    await q.schedule(polls.task, 7, when=Every(10), key="7", retry=False)
+    await next_run(q, polls, clock, 1)
+    await eventually(lambda: found)
+    assert found == [(0, State.PENDING)]
+    polls.error = None
+    await next_run(q, polls, clock, 2)
+    assert polls.calls == [(7, 10, 1), (7, 20, 1)]
+
+
+async def test_the_on_dead_hooks_hear_of_a_fire_time_whose_worker_was_lost_once_too_often(
+    open_file: Open, clock: FakeClock, file: Path
+) -> None:
+    q = await open_file(lease=4)
+    polls, heard = Polls(q, clock), Heard(q)
+    await q.schedule(polls.task, 7, when=Every(600), key="7", retry=Retry(max_attempts=2, base=1))
+    lose(file, clock, attempts=2)
+    await eventually(lambda: heard.told, clock, 1)
+    assert heard.told == [("poll", State.DEAD, 2, "worker lost", "worker lost")]
+    await next_run(q, polls, clock, 1)
+    assert len(heard.told) == 1 and polls.calls[0][2] == 1
 
 
 # Removed, changed, run by hand, while it runs
