@@ -1,9 +1,13 @@
 """Several processes on one file: real ones, some of which die in the middle of their work."""
 
 import asyncio
+import functools
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -178,12 +182,19 @@ def test_a_job_that_takes_longer_than_its_lease_starts_once(fleet: Fleet) -> Non
     assert [what for _, _, what in fleet.marks("long")] == ["began", "ended"]
 
 
-def test_each_fire_time_runs_in_one_of_three_processes(fleet: Fleet) -> None:
-    members = [fleet.member(every={"seconds": 0.2, "name": "tick"}) for _ in range(3)]
-    together = len(fleet.wait_for_marks(15, "tick"))
+@pytest.mark.parametrize(("count", "period", "apart", "more"), [(3, 0.2, 0.0, 6), (4, 1.0, 0.3, 2)])
+def test_each_fire_time_runs_in_one_of_several_processes_though_they_start_apart(
+    fleet: Fleet, count: int, period: float, apart: float, more: int
+) -> None:
+    members: list[Member] = []
+    for _ in range(count):
+        last = time.monotonic()
+        members.append(fleet.member(every={"seconds": period, "name": "tick"}))
+        wait_until("the time between two starts is over", lambda last=last: time.monotonic() >= last + apart)  # type: ignore[misc]
+    together = len(fleet.wait_for_marks(len(fleet.marks("tick")) + more, "tick"))
     for member in members:
         member.finish()
-    times = [float(moment) / 0.2 for _, _, moment in fleet.marks("tick")]
+    times = [float(moment) / period for _, _, moment in fleet.marks("tick")]
     numbers = [round(moment) for moment in times]
     assert [moment for moment in times if abs(moment - round(moment)) > 1e-3] == []
     assert len(numbers) == len(set(numbers))
@@ -191,6 +202,37 @@ def test_each_fire_time_runs_in_one_of_three_processes(fleet: Fleet) -> None:
     left_out = set(range(first, last)) - set(numbers)
     noticed = sum(int(skipped) + int(missed) for _, _, _, skipped, missed in fleet.marks("schedule"))
     assert len(left_out) <= noticed  # by a process that was late, or that found the last run not over
+
+
+FIRES = """
+import asyncio, sys, tinyq
+
+async def main():
+    store = tinyq.SQLiteStore(sys.argv[1])
+    await store.open()
+    for line in sys.stdin:
+        fire = int(line)
+        row = tinyq.JobRow(tinyq.new_id(fire), "tick", "default", 0, fire, fire, payload="[[],{}]")
+        row.schedule, row.fire_time, row.rule, row.overlap = "tick", fire, "every 1.0 0.0", "allow"
+        [answer] = await store.insert([row], fire)
+        print(answer.verdict, flush=True)
+    await store.close()
+
+asyncio.run(main())
+"""
+
+
+def test_of_two_processes_let_go_at_one_moment_exactly_one_wins_each_of_a_thousand_fire_times(fleet: Fleet) -> None:
+    verdicts: Counter[tuple[str, ...]] = Counter()
+    with ExitStack() as stack:
+        start: Any = functools.partial(subprocess.Popen, [sys.executable, "-c", FIRES, fleet.db], text=True)
+        both = [stack.enter_context(start(stdin=subprocess.PIPE, stdout=subprocess.PIPE)) for _ in range(2)]
+        for fire in range(1, 1_001):
+            for process in both:
+                print(fire, file=process.stdin, flush=True)
+            verdicts[tuple(process.stdout.readline().strip() for process in both)] += 1
+    assert verdicts["created", "lost"] + verdicts["lost", "created"] == 1_000
+    assert [fire for (fire,) in fleet.rows("fire_time")] == [*range(1, 1_001)]
 
 
 def test_each_process_runs_every_fire_time_of_a_schedule_of_its_own(fleet: Fleet) -> None:
