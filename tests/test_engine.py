@@ -7,13 +7,14 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from datetime import timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 from clock import FakeClock
-from helpers import Open, eventually
+from helpers import Open, eventually, rows
 
 import tinyq
 from tinyq import (
@@ -424,17 +425,24 @@ async def test_a_best_effort_job_starts_exactly_at_its_time(clock: FakeClock) ->
         assert [start - moment for start in starts] == [0.5, 5, 20]
 
 
-async def test_run_at_is_a_moment_in_any_zone(q: TinyQ, durable: bool, clock: FakeClock) -> None:
-    @q.task(durable=durable)
-    async def note() -> None: ...
+async def test_run_at_is_a_moment_in_any_zone(durable: bool, file: Path) -> None:
+    starts: list[datetime] = []
+    clock = FakeClock("2026-01-06T12:00:00+00:00")
+    q = TinyQ(file if durable else None, clock=clock)
 
-    moment = (clock.now() + timedelta(seconds=30)).astimezone(timezone(timedelta(hours=8)))
-    job = await note.options(run_at=moment).enqueue()
-    assert job.run_at == moment
-    await clock.advance(29)
-    assert job.status is State.PENDING
-    await ended(job, clock)
-    assert clock.now() >= moment
+    @q.task(durable=durable)
+    async def note() -> None:
+        starts.append(clock.now())
+
+    async with q:
+        job = await note.options(run_at=datetime(2026, 1, 6, 20, 52, tzinfo=ZoneInfo("Asia/Shanghai"))).enqueue()
+        assert job.run_at == (moment := datetime(2026, 1, 6, 12, 52, tzinfo=UTC))
+        assert not durable or rows(file, "typeof(run_at), run_at") == [("integer", moment.timestamp() * 1e6)]
+        await clock.advance(52 * 60 - 0.001)
+        assert job.status is State.PENDING
+        await ended(job, clock)
+    [start] = starts
+    assert start >= moment if durable else start == moment  # this clock goes on while a thread works
 
 
 async def test_a_moment_that_is_past_means_now(q: TinyQ, durable: bool, clock: FakeClock) -> None:
