@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import pytest
 from clock import FakeClock
 from fleet import Fleet
-from helpers import Open, stopped_at_once
+from helpers import Notes, Open, stopped_at_once
 
 import tinyq
 from tinyq import TinyQ
@@ -21,6 +21,11 @@ OpenAt = Callable[..., Coroutine[Any, Any, TinyQ]]
 @pytest.fixture
 def clock() -> FakeClock:
     return FakeClock()
+
+
+@pytest.fixture
+def notes(clock: FakeClock) -> Notes:
+    return Notes(clock)
 
 
 @pytest.fixture(params=[False, True], ids=["best-effort", "durable"])

@@ -1,9 +1,10 @@
-"""What several test files need: waiting for a condition, and stopping a TinyQ whose clock stands still."""
+"""What several test files need: a handler that notes its runs, waiting for a condition, a look at what is stored."""
 
 import asyncio
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, Unpack
 
@@ -16,6 +17,47 @@ from tinyq import TinyQ
 
 class Open(Protocol):
     async def __call__(self, **options: Unpack[tinyq.Configuration]) -> TinyQ: ...
+
+
+class Notes:
+    """A handler that notes its runs, takes so many seconds of the clock's time, and ends with an error if it has one."""
+
+    def __init__(self, clock: FakeClock, seconds: float = 0.0) -> None:
+        self._clock, self.began, self.seconds = clock, clock.now(), seconds
+        self.error: BaseException | None = None
+        self.starts: list[float] = []  # in seconds since it was made
+        self.moments: list[datetime] = []  # the fire times
+        self.attempts: list[int] = []
+        self.now = self.most = self.ended = 0
+
+    async def tick(self) -> None:
+        job, error = tinyq.current_job(), self.error
+        assert job.fire_time is not None
+        self.starts.append((self._clock.now() - self.began).total_seconds())
+        self.moments.append(job.fire_time)
+        self.attempts.append(job.attempt)
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            if self.seconds:
+                await self._clock.wait(asyncio.Event(), self.seconds)
+        finally:
+            self.now -= 1
+        self.ended += 1
+        if error is not None:
+            raise error
+
+    def after(self, moment: datetime) -> list[float]:
+        return [(fire - moment).total_seconds() for fire in self.moments]
+
+    @property
+    def fires(self) -> list[float]:
+        return self.after(self.began)
+
+
+def stats_of(q: TinyQ) -> tinyq.ScheduleStats:
+    [schedule] = q._schedules
+    return schedule.stats()
 
 
 async def eventually(condition: Callable[[], object], clock: FakeClock | None = None, step: float = 0.05) -> None:

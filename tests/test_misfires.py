@@ -10,56 +10,15 @@ from typing import Any
 
 import pytest
 from clock import FakeClock
-from helpers import eventually, rows, stopped_at_once
+from helpers import Notes, eventually, rows, stats_of, stopped_at_once
 
-import tinyq
 from tinyq import Every, Retry, State, TinyQ
-
-
-class Notes:
-    """A handler that notes for which fire time it runs, and takes some of the clock's time."""
-
-    def __init__(self, clock: FakeClock, seconds: float = 0.0) -> None:
-        self._clock = clock
-        self._began = clock.now()
-        self.seconds = seconds
-        self.starts: list[float] = []
-        self.fires: list[float] = []
-        self.attempts: list[int] = []
-        self.failing = False
-        self.most = self.now = 0
-
-    async def tick(self) -> None:
-        job = tinyq.current_job()
-        assert job.fire_time is not None
-        self.starts.append((self._clock.now() - self._began).total_seconds())
-        self.fires.append((job.fire_time - self._began).total_seconds())
-        self.attempts.append(job.attempt)
-        self.now += 1
-        self.most = max(self.most, self.now)
-        try:
-            if self.seconds:
-                await self._clock.wait(asyncio.Event(), self.seconds)
-        finally:
-            self.now -= 1
-        if self.failing:
-            raise ValueError("as told")
-
-
-@pytest.fixture
-def notes(clock: FakeClock) -> Notes:
-    return Notes(clock)
 
 
 def scheduled(clock: FakeClock, notes: Notes, period: float, db: Path | None = None, **options: Any) -> TinyQ:
     q = TinyQ(db, clock=clock)
     q.every(period, name="tick", **options)(notes.tick)
     return q
-
-
-def stats_of(q: TinyQ) -> tinyq.ScheduleStats:
-    [schedule] = q._schedules
-    return schedule.stats()
 
 
 async def quiet(q: TinyQ, fired: int, ran: Callable[[], int]) -> None:
@@ -126,7 +85,7 @@ async def test_of_all_fire_times_during_one_run_one_waits_in_line(clock: FakeClo
 @pytest.mark.parametrize("overlap", ["skip", "queue"])
 async def test_a_run_that_waits_for_its_retry_is_given_up_for_the_next_fire_time(clock: FakeClock, overlap: str) -> None:
     notes = Notes(clock)
-    notes.failing = True
+    notes.error = ValueError("as told")
     q = scheduled(clock, notes, 60, overlap=overlap, retry=[45, 45])
     await q.start()
     await clock.advance(200)  # starts at :60 and :105, then the retry of :150 is given up at :120
@@ -138,7 +97,7 @@ async def test_a_run_that_waits_for_its_retry_is_given_up_for_the_next_fire_time
 
 async def test_a_retry_that_is_given_up_leaves_no_row(clock: FakeClock, file: Path) -> None:
     notes = Notes(clock)
-    notes.failing = True
+    notes.error = ValueError("as told")
     q = scheduled(clock, notes, 60, file, retry=[3600])
     await q.start()
     await eventually(lambda: len(notes.starts) == 3, clock, 1)
@@ -300,7 +259,7 @@ async def test_the_newest_definition_of_a_name_wins_and_the_older_process_stands
     await eventually(lambda: len(old.fires) == 1, clock, 1)
     await second.start()
     await eventually(lambda: ("every 15.0 0.0",) in rules_of(file))
-    since = (clock.now() - old._began).total_seconds()
+    since = (clock.now() - old.began).total_seconds()
     with caplog.at_level(logging.WARNING, "tinyq"):
         await eventually(lambda: stats_of(second).fired >= 3 and stats_of(first).next is None, clock, 1)
     runs = sorted(fire for fire in old.fires + new.fires if fire > since)  # whoever has room runs what the second has made
@@ -373,7 +332,7 @@ async def test_a_paused_schedule_fires_no_more_in_any_process_until_it_is_resume
     seen = len(notes.fires)
     await clock.advance(30)
     assert len(notes.fires) == seen
-    resumed = (clock.now() - notes._began).total_seconds()
+    resumed = (clock.now() - notes.began).total_seconds()
     await (await both[0].schedules())[0].resume()
     await eventually(lambda: len(notes.fires) > seen, clock, 1)
     assert notes.fires[seen] > resumed
@@ -444,7 +403,7 @@ async def test_the_next_fire_times_can_be_asked_for_without_side_effects(clock: 
 
 
 async def test_a_retried_schedule_gets_its_attempts_anew_each_fire_time(clock: FakeClock, notes: Notes) -> None:
-    notes.failing = True
+    notes.error = ValueError("as told")
     q = scheduled(clock, notes, 100, retry=Retry(max_attempts=3, base=10, factor=1, jitter="none"))
     await q.start()
     await clock.advance(210)

@@ -11,36 +11,26 @@ from typing import Any
 import pytest
 from clock import FakeClock
 from conftest import OpenAt
-from helpers import Open, edit, eventually, rows, stopped_at_once
+from helpers import Notes, Open, edit, eventually, rows, stopped_at_once
 
-import tinyq
 from tinyq import Cancel, Every, JobNotFound, RecurringJob, Retry, Snooze, TinyQ
 
 
-class Polls:
+class Polls(Notes):
     """A task that notes what it polls, for which fire time, at which attempt."""
 
     def __init__(self, q: TinyQ, clock: FakeClock, **options: Any) -> None:
-        self._clock, self._began = clock, clock.now()
-        self.calls: list[tuple[int, float, int]] = []
-        self.starts: list[float] = []
-        self.seconds = 0.0
-        self.error: BaseException | None = None
+        super().__init__(clock)
+        self.numbers: list[int] = []
         self.task = q.task(name="poll", **options)(self.poll)
 
     async def poll(self, number: int) -> None:
-        job = tinyq.current_job()
-        assert job.fire_time is not None
-        self.calls.append((number, (job.fire_time - self._began).total_seconds(), job.attempt))
-        self.starts.append((self._clock.now() - self._began).total_seconds())
-        if self.seconds:
-            await self._clock.wait(asyncio.Event(), self.seconds)
-        if self.error is not None:
-            raise self.error
+        self.numbers.append(number)
+        await self.tick()
 
     @property
-    def fires(self) -> list[float]:
-        return [fire for _, fire, _ in self.calls]
+    def calls(self) -> list[tuple[int, float, int]]:
+        return [*zip(self.numbers, self.fires, self.attempts, strict=True)]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import pytest
 from clock import EPOCH, FakeClock
-from helpers import eventually, stopped_at_once
+from helpers import Notes, eventually, stopped_at_once
 
 import tinyq
 from tinyq import DuplicateTask, ScheduleStats, TinyQ
@@ -39,28 +39,7 @@ async def open_q(db: Path | None, clock: FakeClock) -> AsyncIterator[Open]:
         await stopped_at_once(q, clock)
 
 
-class Ticks:
-    """A handler that notes when it starts, for which fire time, and takes some of the clock's time."""
-
-    def __init__(self, clock: FakeClock, seconds: float = 0.0) -> None:
-        self._clock = clock
-        self._began = clock.now()
-        self.seconds = seconds
-        self.starts: list[float] = []
-        self.fire_times: list[float] = []
-        self.ended = 0
-
-    async def tick(self) -> None:
-        self.starts.append((self._clock.now() - self._began).total_seconds())
-        fire_time = tinyq.current_job().fire_time
-        assert fire_time is not None
-        self.fire_times.append((fire_time - self._began).total_seconds())
-        if self.seconds:
-            await self._clock.wait(asyncio.Event(), self.seconds)
-        self.ended += 1
-
-
-async def served(clock: FakeClock, ticks: Ticks, times: int, *qs: TinyQ, each: int = 1) -> None:
+async def served(clock: FakeClock, ticks: Notes, times: int, *qs: TinyQ, each: int = 1) -> None:
     """Let so many fire times come, ten seconds apart, and each be served, and that be written, before the next comes."""
     for _ in range(times):
         wanted = ticks.ended + each
@@ -86,7 +65,7 @@ async def schedule_stats(q: TinyQ) -> ScheduleStats:
 # those of the other tier follow.
 
 
-async def run(clock: FakeClock, ticks: Ticks, period: float, seconds: float, **options: Any) -> TinyQ:
+async def run(clock: FakeClock, ticks: Notes, period: float, seconds: float, **options: Any) -> TinyQ:
     q = TinyQ(clock=clock)
     q.every(period, name="tick", **options)(ticks.tick)
     await q.start()
@@ -95,16 +74,16 @@ async def run(clock: FakeClock, ticks: Ticks, period: float, seconds: float, **o
 
 
 async def test_fire_times_do_not_drift(clock: FakeClock) -> None:
-    ticks = Ticks(clock, 0.2)
+    ticks = Notes(clock, 0.2)
     q = await run(clock, ticks, 1, 300)
     assert ticks.starts == [float(n) for n in range(1, 301)]
-    assert ticks.fire_times == ticks.starts
+    assert ticks.fires == ticks.starts
     await stopped_at_once(q, clock)
 
 
 async def test_a_fire_time_is_skipped_and_counted_while_the_last_run_is_not_over() -> None:
     clock = FakeClock("2026-01-01T11:59:58+00:00")
-    ticks = Ticks(clock, 3)
+    ticks = Notes(clock, 3)
     q = await run(clock, ticks, 2, 12)
     assert ticks.starts == [2, 6, 10]
     stats = await schedule_stats(q)
@@ -163,7 +142,7 @@ async def test_a_day_is_twenty_four_hours_over_a_clock_change() -> None:
 
 async def test_without_immediate_the_first_run_waits_for_its_fire_time_and_with_it_it_does_not() -> None:
     clock = FakeClock("2026-01-01T12:00:33+00:00")
-    plain, immediate = Ticks(clock), Ticks(clock)
+    plain, immediate = Notes(clock), Notes(clock)
     q = TinyQ(clock=clock)
     q.every(60, name="plain")(plain.tick)
     q.every(60, name="immediate", immediate=True)(immediate.tick)
@@ -172,19 +151,19 @@ async def test_without_immediate_the_first_run_waits_for_its_fire_time_and_with_
     assert (plain.starts, immediate.starts) == ([], [0])
     await clock.advance(90)
     assert (plain.starts, immediate.starts) == ([27, 87], [0, 27, 87])
-    assert immediate.fire_times == [-33, 27, 87]
+    assert immediate.fires == [-33, 27, 87]
     await q.stop()
 
 
 async def test_a_loop_that_was_blocked_over_several_fire_times_runs_once_for_the_latest(
     clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ticks = Ticks(clock)
+    ticks = Notes(clock)
     q = await run(clock, ticks, 1, 2.1, immediate=True)
     clock.block(5.4)
     await clock.advance(1.5)
     assert ticks.starts == [0, 1, 2, 7.5, 8, 9]
-    assert ticks.fire_times == [0, 1, 2, 7, 8, 9]
+    assert ticks.fires == [0, 1, 2, 7, 8, 9]
     stats = await schedule_stats(q)
     assert (stats.fired, stats.missed, stats.skipped) == (6, 4, 0)
     [warning] = caplog.records
@@ -195,49 +174,49 @@ async def test_a_loop_that_was_blocked_over_several_fire_times_runs_once_for_the
 
 
 async def test_fire_times_missed_before_the_first_run_are_counted_too(clock: FakeClock) -> None:
-    ticks = Ticks(clock)
+    ticks = Notes(clock)
     q = await run(clock, ticks, 1, 0.5)
     clock.block(5)
     await clock.advance(1)
-    assert ticks.fire_times == [5, 6]
+    assert ticks.fires == [5, 6]
     assert (await schedule_stats(q)).missed == 4
     await q.stop()
 
 
 async def test_a_suspended_machine_runs_once_within_a_minute_of_its_return_and_then_at_the_fire_times(clock: FakeClock) -> None:
-    ticks = Ticks(clock)
+    ticks = Notes(clock)
     q = await run(clock, ticks, 3600, 60)
     clock.step_wall(8 * 3600)  # the monotonic clock stands still while a machine sleeps
     await clock.advance(60)
     assert len(ticks.starts) == 1
-    assert ticks.fire_times == [8 * 3600]
+    assert ticks.fires == [8 * 3600]
     await clock.advance(2 * 3600)
-    assert ticks.starts[1:] == ticks.fire_times[1:] == [9 * 3600, 10 * 3600]
+    assert ticks.starts[1:] == ticks.fires[1:] == [9 * 3600, 10 * 3600]
     await q.stop()
 
 
 async def test_an_interval_of_one_process_keeps_its_pace_when_the_wall_clock_is_set_back(clock: FakeClock) -> None:
-    ticks = Ticks(clock)
+    ticks = Notes(clock)
     q = await run(clock, ticks, 10, 35)
     clock.step_wall(-3600)
     await clock.advance(60)
-    assert ticks.fire_times == [10, 20, 30, *(n - 3600 for n in (40, 50, 60, 70, 80, 90))]
+    assert ticks.fires == [10, 20, 30, *(n - 3600 for n in (40, 50, 60, 70, 80, 90))]
     await q.stop()
 
 
 async def test_a_clock_that_steps_back_a_little_before_each_fire_time_repeats_none(clock: FakeClock) -> None:
-    ticks = Ticks(clock)
+    ticks = Notes(clock)
     q = await run(clock, ticks, 10, 0)
     for _ in range(40):
         await clock.advance(2.5)
         clock.step_wall(-0.5)
-    assert ticks.fire_times == [10 * n for n in range(1, len(ticks.fire_times) + 1)]
-    assert len(ticks.fire_times) == 8
+    assert ticks.fires == [10 * n for n in range(1, len(ticks.fires) + 1)]
+    assert len(ticks.fires) == 8
     await q.stop()
 
 
 async def test_an_added_schedule_with_a_nearer_time_is_not_kept_waiting(clock: FakeClock) -> None:
-    slow, fast = Ticks(clock), Ticks(clock)
+    slow, fast = Notes(clock), Notes(clock)
     q = await run(clock, slow, 3600, 1)
     q.every(2, name="fast")(fast.tick)
     await clock.advance(5)
@@ -247,14 +226,14 @@ async def test_an_added_schedule_with_a_nearer_time_is_not_kept_waiting(clock: F
 
 async def test_many_schedules_keep_their_own_time(clock: FakeClock) -> None:
     q = TinyQ(clock=clock)
-    ticks = {period: Ticks(clock) for period in (2, 3, 5, 7)}
+    ticks = {period: Notes(clock) for period in (2, 3, 5, 7)}
     for period, tick in ticks.items():
         q.every(period, name=str(period), offset=-(NOON - EPOCH).total_seconds() % period)(tick.tick)
     await q.start()
     await clock.advance(210)
     for period, tick in ticks.items():
         assert len(tick.starts) == 210 // period
-        assert tick.starts == tick.fire_times
+        assert tick.starts == tick.fires
     await q.stop()
 
 
@@ -262,11 +241,11 @@ async def test_many_schedules_keep_their_own_time(clock: FakeClock) -> None:
 
 
 async def test_each_fire_time_fires_once_and_its_job_sees_it(open_q: Open, clock: FakeClock) -> None:
-    ticks = Ticks(clock)
+    ticks = Notes(clock)
     q = await open_q(lambda q: q.every(10, name="tick")(ticks.tick))
     await served(clock, ticks, 5, q)
-    assert ticks.fire_times == [10, 20, 30, 40, 50]
-    assert all(0 <= start - fire_time < 10 for start, fire_time in zip(ticks.starts, ticks.fire_times, strict=True))
+    assert ticks.fires == [10, 20, 30, 40, 50]
+    assert all(0 <= start - fire_time < 10 for start, fire_time in zip(ticks.starts, ticks.fires, strict=True))
     stats = await schedule_stats(q)
     assert stats == ScheduleStats(
         name="tick", fired=5, skipped=0, missed=0, last=NOON + timedelta(seconds=50), next=NOON + timedelta(seconds=60)
@@ -274,7 +253,7 @@ async def test_each_fire_time_fires_once_and_its_job_sees_it(open_q: Open, clock
 
 
 async def test_the_stats_of_a_schedule_that_has_not_fired_say_when_it_will(open_q: Open, clock: FakeClock) -> None:
-    q = await open_q(lambda q: q.every(3600, name="tick")(Ticks(clock).tick))
+    q = await open_q(lambda q: q.every(3600, name="tick")(Notes(clock).tick))
     assert await schedule_stats(q) == ScheduleStats(
         name="tick", fired=0, skipped=0, missed=0, last=None, next=NOON + timedelta(hours=1)
     )
@@ -303,13 +282,13 @@ async def test_a_run_that_is_not_over_means_that_fire_times_are_skipped(open_q: 
 
 
 async def test_a_late_loop_runs_once_for_the_latest_fire_time(open_q: Open, clock: FakeClock) -> None:
-    ticks = Ticks(clock)
+    ticks = Notes(clock)
     q = await open_q(lambda q: q.every(10, name="tick")(ticks.tick))
     await served(clock, ticks, 1, q)
     clock.block(45)
     await eventually(lambda: ticks.ended == 2, clock, 0.001)
     await eventually(lambda: ticks.ended == 3, clock, 0.1)
-    assert ticks.fire_times == [10, 50, 60]
+    assert ticks.fires == [10, 50, 60]
     stats = await schedule_stats(q)
     assert (stats.fired, stats.missed, stats.skipped) == (3, 3, 0)
 
@@ -413,20 +392,20 @@ async def test_every_works_as_decorator_and_as_a_call(open_q: Open, clock: FakeC
 async def test_a_schedule_starts_again_with_its_tinyq_and_fires_once_a_fire_time(
     db: Path | None, durable: bool, clock: FakeClock
 ) -> None:
-    ticks = Ticks(clock)
+    ticks = Notes(clock)
     q = TinyQ(db, clock=clock)
     q.every(10, name="tick")(ticks.tick)
     for _ in range(3):
         await q.start()
         await served(clock, ticks, 2, q)
         await q.stop()
-    assert ticks.fire_times == [10, 20, 30, 40, 50, 60]
+    assert ticks.fires == [10, 20, 30, 40, 50, 60]
 
 
 # With a database: once for all processes
 
 
-async def two(file: Path, clock: FakeClock, ticks: Ticks, **options: Any) -> list[TinyQ]:
+async def two(file: Path, clock: FakeClock, ticks: Notes, **options: Any) -> list[TinyQ]:
     both = [TinyQ(file, clock=clock), TinyQ(file, clock=clock)]
     for q in both:
         q.every(10, name="tick", **options)(ticks.tick)
@@ -435,10 +414,10 @@ async def two(file: Path, clock: FakeClock, ticks: Ticks, **options: Any) -> lis
 
 
 async def test_of_two_processes_exactly_one_runs_each_fire_time(file: Path, clock: FakeClock) -> None:
-    ticks = Ticks(clock)
+    ticks = Notes(clock)
     both = await two(file, clock, ticks)
     await served(clock, ticks, 10, *both)
-    assert ticks.fire_times == [10 * n for n in range(1, 11)]
+    assert ticks.fires == [10 * n for n in range(1, 11)]
     assert sum([(await schedule_stats(q)).fired for q in both]) == 10
     for q in both:
         await q.stop()
@@ -447,7 +426,7 @@ async def test_of_two_processes_exactly_one_runs_each_fire_time(file: Path, cloc
 async def test_an_immediate_run_happens_once_for_all_processes_and_not_again_after_a_restart(
     file: Path, clock: FakeClock
 ) -> None:
-    ticks = Ticks(clock)
+    ticks = Notes(clock)
     both = await two(file, clock, ticks, immediate=True)
     await eventually(lambda: ticks.ended == 1)
     for q in both:
@@ -457,32 +436,32 @@ async def test_an_immediate_run_happens_once_for_all_processes_and_not_again_aft
     await eventually(lambda: ticks.ended == 2, clock, 1)
     for q in both:
         await q.stop()
-    assert ticks.fire_times[0] == 0 < ticks.fire_times[1]
+    assert ticks.fires[0] == 0 < ticks.fires[1]
 
 
 async def test_per_process_means_that_each_process_runs_its_own(file: Path, clock: FakeClock) -> None:
-    ticks = Ticks(clock)
+    ticks = Notes(clock)
     both = await two(file, clock, ticks, per_process=True)
     await served(clock, ticks, 5, *both, each=2)
-    assert ticks.fire_times == [10, 10, 20, 20, 30, 30, 40, 40, 50, 50]
+    assert ticks.fires == [10, 10, 20, 20, 30, 30, 40, 40, 50, 50]
     for q in both:
         assert (await q.stats()).count() == 0
         await q.stop()
 
 
 async def test_a_run_in_one_process_makes_the_other_skip(file: Path, clock: FakeClock) -> None:
-    ticks = Ticks(clock, 25)
+    ticks = Notes(clock, 25)
     both = await two(file, clock, ticks)
     await eventually(lambda: ticks.ended == 2, clock, 0.5)
     for q in both:
         await stopped_at_once(q, clock)
     assert all(later - earlier >= 25 for earlier, later in zip(ticks.starts, ticks.starts[1:], strict=False))
-    assert ticks.fire_times[0] == 10
-    assert ticks.fire_times[1] >= 40
+    assert ticks.fires[0] == 10
+    assert ticks.fires[1] >= 40
 
 
 async def test_a_process_that_does_not_work_fires_its_own_schedules_only(file: Path, clock: FakeClock) -> None:
-    shared, own = Ticks(clock), Ticks(clock)
+    shared, own = Notes(clock), Notes(clock)
     q = TinyQ(file, clock=clock, worker=False)
     q.every(10, name="shared")(shared.tick)
     q.every(10, name="own", per_process=True)(own.tick)
@@ -494,7 +473,7 @@ async def test_a_process_that_does_not_work_fires_its_own_schedules_only(file: P
 
 
 async def test_a_clock_that_was_set_back_between_two_starts_repeats_no_fire_time(file: Path, clock: FakeClock) -> None:
-    ticks = Ticks(clock)
+    ticks = Notes(clock)
     q = TinyQ(file, clock=clock)
     q.every(10, name="tick")(ticks.tick)
     await q.start()
@@ -504,12 +483,12 @@ async def test_a_clock_that_was_set_back_between_two_starts_repeats_no_fire_time
     await q.start()
     await eventually(lambda: ticks.ended == 5, clock, 1)
     await q.stop()
-    assert ticks.fire_times[:3] == [10, 20, 30]
-    assert 30 < ticks.fire_times[3] < ticks.fire_times[4]
+    assert ticks.fires[:3] == [10, 20, 30]
+    assert 30 < ticks.fires[3] < ticks.fires[4]
 
 
 async def test_schedules_of_services_that_share_a_file_fire_each(file: Path, clock: FakeClock) -> None:
-    a, b = Ticks(clock), Ticks(clock)
+    a, b = Notes(clock), Notes(clock)
     both = [TinyQ(file, clock=clock), TinyQ(file, clock=clock)]
     for q, name, ticks in zip(both, "ab", (a, b), strict=True):
         q.every(10, name=name)(ticks.tick)
@@ -520,7 +499,7 @@ async def test_schedules_of_services_that_share_a_file_fire_each(file: Path, clo
         await emptied(both[0])
     for q in both:
         await q.stop()
-    assert a.fire_times == b.fire_times == [10, 20, 30]
+    assert a.fires == b.fires == [10, 20, 30]
 
 
 # What is refused

@@ -15,51 +15,10 @@ import pytest
 from clock import FakeClock
 from conftest import OpenAt
 from fastapi import Depends
-from helpers import Open, eventually, rows, stopped_at_once
+from helpers import Notes, Open, eventually, rows, stats_of, stopped_at_once
 
 import tinyq
 from tinyq import Cancel, Snooze, TinyQ
-
-
-class Notes:
-    """A handler that notes its fire times, and takes some of the clock's time."""
-
-    def __init__(self, clock: FakeClock) -> None:
-        self._clock = clock
-        self.fires: list[datetime] = []
-        self.attempts: list[int] = []
-        self.seconds = 0.0
-        self.error: BaseException | None = None
-        self.now = self.most = 0
-
-    async def tick(self) -> None:
-        job = tinyq.current_job()
-        assert job.fire_time is not None
-        self.fires.append(job.fire_time)
-        self.attempts.append(job.attempt)
-        error = self.error
-        self.now += 1
-        self.most = max(self.most, self.now)
-        try:
-            if self.seconds:
-                await self._clock.wait(asyncio.Event(), self.seconds)
-        finally:
-            self.now -= 1
-        if error is not None:
-            raise error
-
-    def after(self, moment: datetime) -> list[float]:
-        return [(fire - moment).total_seconds() for fire in self.fires]
-
-
-@pytest.fixture
-def notes(clock: FakeClock) -> Notes:
-    return Notes(clock)
-
-
-def stats_of(q: TinyQ) -> tinyq.ScheduleStats:
-    [schedule] = q._schedules
-    return schedule.stats()
 
 
 async def pass_time(q: TinyQ, clock: FakeClock, seconds: float, step: float) -> None:
@@ -152,7 +111,7 @@ async def test_a_process_that_runs_through_a_change_of_the_clocks_fires_as_the_r
     q.cron(expression, tz="Europe/Berlin", name="tick")(notes.tick)
     await q.start()
     await clock.advance(hours * 3600)
-    assert [f"{fire:%dT%H:%M}" for fire in notes.fires] == expected
+    assert [f"{fire:%dT%H:%M}" for fire in notes.moments] == expected
     assert stats_of(q).missed == 0
     await q.stop()
 
@@ -188,7 +147,7 @@ async def test_a_cron_schedule_that_was_down_over_its_time_runs_once_afterwards_
             await eventually(lambda q=q: not q._engine.schedulers[True]._new)  # type: ignore[misc]
             await settled(q, clock)
             await q.stop()
-        assert [f"{fire:%H:%M}" for fire in notes.fires] == fires
+        assert [f"{fire:%H:%M}" for fire in notes.moments] == fires
         assert stats_of(q).missed == (not fires)
         assert stats_of(q).next == datetime.fromisoformat("2026-01-02T03:00:00+00:00")
 
@@ -303,7 +262,7 @@ async def test_a_changed_definition_does_not_fire_at_once_though_it_is_immediate
         await eventually(lambda q=q: not q._engine.schedulers[True]._new)  # type: ignore[misc]
         await settled(q, clock)
         await q.stop()
-        fires.append(notes.fires)
+        fires.append(notes.moments)
         clock.block(1900 if period == 3600 else 60)
     assert [len(some) for some in fires] == [1, 0, 0]
 
@@ -442,7 +401,7 @@ async def test_a_fire_time_whose_job_could_not_be_stored_is_not_recorded_and_fir
         db.execute("DROP TRIGGER bad")
     began = clock.now()
     await eventually(lambda: notes.fires, clock, 1)
-    assert len(notes.fires) == 1 and notes.fires[0] <= began
+    assert len(notes.fires) == 1 and notes.moments[0] <= began
     assert len([line for line in caplog.messages if "no room" in line]) == 1
 
 
