@@ -353,16 +353,13 @@ async def test_it_goes_on_after_a_restart_and_runs_the_fire_time_that_was_missed
 
 
 async def test_two_processes_run_each_fire_time_once(open_file: Open, clock: FakeClock) -> None:
-    both = [await open_file(), await open_file()]
-    all_polls = [Polls(q, clock) for q in both]
-    for q, polls in zip(both, all_polls, strict=True):
-        await q.schedule(polls.task, 7, when=Every(10), key="7")
-    calls: list[tuple[int, float, int]] = []
-    for polls in all_polls:
-        polls.calls = calls
+    first, second = await open_file(), await open_file()
+    polls = Polls(first, clock)
+    await first.schedule(polls.task, 7, when=Every(10), key="7")
+    await second.schedule(second.task(name="poll")(polls.poll), 7, when=Every(10), key="7")
     for n in range(1, 6):
-        await next_run(both[0], all_polls[0], clock, n)
-    assert all_polls[0].fires == [10, 20, 30, 40, 50]
+        await next_run(first, polls, clock, n)
+    assert polls.fires == [10, 20, 30, 40, 50]
 
 
 async def test_a_run_whose_worker_was_lost_is_repeated_and_the_next_fire_time_follows(
