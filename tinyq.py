@@ -4935,11 +4935,22 @@ def list_rows(db: sqlite3.Connection, namespace: str, state: State, lease_before
     return [as_row(r) for r in db.execute(select, (namespace, state if lease_before is None else lease_before, limit))]
 
 
+RATES_KEPT: Final = 3_600_000_000  # microseconds that a bucket is remembered once it is full
+
+
 def nothing_to_prune(db: sqlite3.Connection, now: int) -> int | None:
-    return None if db.execute("SELECT 1 FROM tinyq_jobs WHERE keep_until <= ? LIMIT 1", (now,)).fetchone() else 0
+    for select, before in (
+        ("SELECT 1 FROM tinyq_jobs WHERE keep_until <= ? LIMIT 1", now),
+        ("SELECT 1 FROM tinyq_rates WHERE full_at <= ? LIMIT 1", now - RATES_KEPT),
+    ):
+        if db.execute(select, (before,)).fetchone():
+            return None
+    return 0
 
 
 def prune_rows(db: sqlite3.Connection, now: int, limit: int) -> int:
+    rates = "DELETE FROM tinyq_rates WHERE rowid IN (SELECT rowid FROM tinyq_rates WHERE full_at <= ? LIMIT ?)"
+    db.execute(rates, (now - RATES_KEPT, limit))
     delete = "DELETE FROM tinyq_jobs WHERE seq IN (SELECT seq FROM tinyq_jobs WHERE keep_until <= ? ORDER BY keep_until LIMIT ?)"
     return db.execute(delete, (now, limit)).rowcount
 
@@ -10824,7 +10835,7 @@ class TinyQ:
         `job` is its CurrentJob, and `await call_next(job)` runs the handler (or the next middleware; the first one registered is
         outermost) and returns its result. Errors come through as they are, Snooze, RetryAfter and Cancel among them, and a
         timeout as asyncio.CancelledError; what the middleware returns or raises counts as the handler's own. It runs within the
-        job's context and its timeout. Jobs of which no handler is called (expired, parked, undecodable) do not pass through it.
+        job's context and its timeout; a call of a batch handler passes through it once, as its first job. Jobs of which no handler is called (expired, parked, undecodable) do not pass through it.
         Registered while jobs run, it is there for the next one. Raises TypeError for what is not an async function of two.
         """
         check_middleware(function)
