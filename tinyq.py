@@ -10835,8 +10835,9 @@ class TinyQ:
         `job` is its CurrentJob, and `await call_next(job)` runs the handler (or the next middleware; the first one registered is
         outermost) and returns its result. Errors come through as they are, Snooze, RetryAfter and Cancel among them, and a
         timeout as asyncio.CancelledError; what the middleware returns or raises counts as the handler's own. It runs within the
-        job's context and its timeout; a call of a batch handler passes through it once, as its first job. Jobs of which no handler is called (expired, parked, undecodable) do not pass through it.
-        Registered while jobs run, it is there for the next one. Raises TypeError for what is not an async function of two.
+        job's context and its timeout; a call of a batch handler passes through it once, as its first job. Jobs of which no
+        handler is called (expired, parked, undecodable) do not pass through it. Registered while jobs run, it is there for the
+        next one. Raises TypeError for what is not an async function of two.
         """
         check_middleware(function)
         self._middleware.append(function)
