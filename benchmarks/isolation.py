@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import functools
 import importlib.util
+import logging
 import math
 import os
 import shutil
@@ -269,6 +270,7 @@ def report_on(found: dict[str, Figures]) -> bool:
 
 def main() -> int:
     given = parse()
+    logging.getLogger("tinyq").setLevel(logging.ERROR)  # that reports wait is meant
     where = given.folder or Path(tempfile.gettempdir())
     arrangements: dict[str, Arrangement] = {"bare asyncio, two semaphores": with_asyncio}
     for by in ("max_running", "queues"):

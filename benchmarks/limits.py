@@ -12,6 +12,7 @@ minutes and half a gigabyte in FOLDER (default: the temporary one).
 
 import argparse
 import asyncio
+import logging
 import math
 import os
 import sqlite3
@@ -144,6 +145,7 @@ def percentile(times: list[float], share: float) -> float:
 
 async def main() -> int:
     given = parse()
+    logging.getLogger("tinyq").setLevel(logging.ERROR)  # that a million wait is no news here
     print(f"start of an urgent job beside {given.rows:,} that wait, in ms; synchronous={given.synchronous}")
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         found = await measure(Path(folder), given)
