@@ -821,6 +821,7 @@ class JobRow:
     exception: BaseException | None = None
     waiters: list[asyncio.Future[None]] | None = None
     ticket: int = 0  # which of its heap entries is the valid one
+    overtakes: frozenset[str] = frozenset()  # tasks with jobs that wait for other things than slots, so that this one may pass
 
     # While it runs in this process:
     tier: Tier
@@ -1077,6 +1078,8 @@ class Limits:
 
     def __init__(self, room: Room, left: Callable[[Terms, str], Left]) -> None:
         self.wait: int | None = None  # when a rate lets go of what waits for it
+        self.blocked: set[tuple[str, str]] = set()  # task and value of what they keep from starting
+        self.refused = 0
         self._room, self._left = room, left
         self._known: dict[tuple[str, str], list[float]] = {}
         self._spent: dict[tuple[str, str], tuple[Rate, int]] = {}
@@ -1093,14 +1096,22 @@ class Limits:
         return known
 
     def most(self, terms: Terms, value: str, slots: int) -> int:
-        """How many items might start."""
+        """How many items might start, with so many slots."""
         calls, items = self.of(terms, value)
-        return int(min(min(calls, slots) * terms.size, items))
+        most = int(min(min(calls, slots) * terms.size, items))
+        if most < slots * terms.size:
+            self.block(terms, value)
+        return most
+
+    def block(self, terms: Terms, value: str) -> None:
+        self.blocked.update((name, value) for name in terms.names)
 
     def take(self, terms: Terms, value: str, joins: bool) -> bool:
         """One item, and a call if it does not join one; False if there is none left."""
         left = self.of(terms, value)
         if left[1] < 1 or (left[0] < 1 and not joins):
+            self.block(terms, value)
+            self.refused += 1
             return False
         left[0] -= not joins
         left[1] -= 1
@@ -1214,12 +1225,14 @@ class ScheduleRecord(NamedTuple):
 
 class Claimed(NamedTuple):
     """Rows now leased to the caller, best first, the moment at which the next one comes due, if known, whether more might be due
-    than there was room for, and the queues of which none was taken because they are paused."""
+    than there were slots for, the queues of which none was taken because they are paused, and the tasks of which jobs wait for
+    something else than a slot: a limit, or others to go with."""
 
     rows: Sequence[JobRow]
     next_at: int | None
     more: bool = False
     paused: frozenset[str] = frozenset()
+    limited: frozenset[str] = frozenset()
 
 
 class Overdue(NamedTuple):
@@ -3521,6 +3534,7 @@ class MemoryStore:
         self._ids: dict[bytes, JobRow] | None = None  # the same by id, once anybody has asked for one
         self._lanes: dict[tuple[str, str, str | None, bool, int], list[Entry]] = {}
         self._full_at: dict[tuple[str, str], float] = {}  # of rates, by task and value
+        self._blocked: set[tuple[str, str]] = set()  # what waits for something else than a slot: see Limits
         self._later: list[Entry] = []  # the same with priority 0
         self._finished: deque[JobRow] = deque()
         self._keys: dict[tuple[str, str, State], JobRow] = {}
@@ -3722,7 +3736,9 @@ class MemoryStore:
                 self._keys[row.task, row.key, State.RUNNING] = row
         self._spend(limits, now)
         next_at = self._later[0][1] if self._later else None
-        return Claimed(taken, soonest(next_at, ripe_at, limits.wait), self._lacks_room())
+        self._blocked = limits.blocked
+        limited = frozenset(task for task, _ in limits.blocked)
+        return Claimed(taken, soonest(next_at, ripe_at, limits.wait), self._lacks_room(), limited=limited)
 
     @staticmethod
     def _candidate(row: JobRow) -> Candidate:
@@ -3757,6 +3773,7 @@ class MemoryStore:
                     heapq.heappop(heap)
                 if heap and not (alone or ready == FRAGILE or terms.ripe(heap[0][1], len(heap), now)):
                     ripe_at = min(heap[0][1] + terms.window, ripe_at or FOREVER)
+                    limits.block(terms, value or "")
                     continue
                 most = limits.most(terms, value or "", most)
             while most > 0 and heap:
@@ -3991,11 +4008,14 @@ class MemoryStore:
         return self.pending - self.recurring_pending
 
     def has_due(self, now: int) -> bool:
-        """Whether anything waits only for room."""
+        """Whether anything waits only for a slot."""
         return self._lacks_room() or bool(self._later and self._later[0][1] <= now)
 
     def _lacks_room(self) -> bool:
-        return any(lane[0] not in self.held for lane in self._lanes) if self.held else bool(self._lanes)
+        if not self.held and not self._blocked:
+            return bool(self._lanes)
+        waiting = ((lane[0], (lane[1], lane[2] or "")) for lane in self._lanes)
+        return any(queue not in self.held and limit not in self._blocked for queue, limit in waiting)
 
     def adopt(self, row: SimpleRow) -> None:
         """Insert and claim in one, for a row that need not wait."""
@@ -4407,9 +4427,10 @@ def insert_all(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow], n
     """New rows. One that comes with a lease is to be handed over, and loses it if something of its queue is due before it."""
     handed = [row for row in rows if row.lease is not None]
     if handed:
-        busy = {queue for queue, *_ in db.execute(GROUPS, lane_range(namespace))} | paused_queues(db, namespace)
+        due = [(queue, task) for queue, task, *_ in db.execute(GROUPS, lane_range(namespace))]
+        paused = paused_queues(db, namespace)
         for row in handed:
-            if row.queue in busy:
+            if row.queue in paused or any(queue == row.queue and task not in row.overtakes for queue, task in due):
                 row.worker = row.lease = row.started = None
         handed = [row for row in handed if row.lease is not None]
         insert_handed(db, namespace, handed)
@@ -4587,6 +4608,7 @@ def gated_heads(db: sqlite3.Connection, room: Room, lane: Lane, limits: Limits, 
     select = FRAGILE_GATED if lane.fragile else GATED_HEADS
     found = db.execute(select, (lane.number, max(terms.size, min(most, GROUP_OF_ITEMS)))).fetchall()
     if found and terms.window and not (lane.fragile or found[0][5] or terms.ripe(found[0][1], len(found), now)):
+        limits.block(terms, lane.value or "")
         return [], found[0][1] + terms.window
     return found[:most], None
 
@@ -4621,6 +4643,7 @@ class Choice(NamedTuple):
     wait: int | None = None  # when there is something again, whose time has come but for a rate or a window
     spent: Iterable[tuple[str, str, Rate, int]] = ()
     gated: bool = False  # all of them are of tasks that have terms
+    limited: frozenset[str] = frozenset()  # see Claimed
 
 
 def candidates(
@@ -4639,7 +4662,7 @@ def candidates(
             heads += [(-priority, run_at, seq, (*plain, seq)) for priority, run_at, seq in found]
         else:
             found, ripe_at = gated_heads(db, room, lane, limits, now)
-            full, window = True, lane.terms.window
+            full, window = len(found) >= lane.slots * lane.terms.size, lane.terms.window
             heads += [
                 (-priority, run_at, seq, (lane.queue, task, lane.fragile, value or "", bool(alone), seq))
                 for priority, run_at, seq, task, value, alone in found
@@ -4655,7 +4678,8 @@ def candidates(
     look_on = now + LOOK_ON if not picked and len(lanes) >= LANES_AT_ONCE else None
     gated = all(lane.terms is not None for lane in (*lanes, *fragile))
     wait = soonest(wait, limits.wait, left_for_others, look_on)
-    return Choice(picked, more or len(picked) < len(heads), wait, limits.spent, gated)
+    more = more or len(picked) + limits.refused < len(heads)
+    return Choice(picked, more, wait, limits.spent, gated, frozenset(task for task, _ in limits.blocked))
 
 
 def left_in_all(db: sqlite3.Connection, namespace: str, now: int, terms: Terms, value: str) -> Left:
@@ -4706,7 +4730,9 @@ def look_for_due(db: sqlite3.Connection, namespace: str, room: Room, now: int) -
     if any(lane.terms is None or (lane.terms.limited and lane.value is None) for lane in (*lanes, *fragile)):
         return None
     choice = candidates(db, namespace, room, lanes, fragile, now)
-    return None if choice.seqs else Claimed((), soonest(next_at, choice.wait), full or choice.more, paused)
+    if choice.seqs:
+        return None
+    return Claimed((), soonest(next_at, choice.wait), full or choice.more, paused, choice.limited)
 
 
 def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, lease: int, now: int) -> Claimed:
@@ -4728,7 +4754,7 @@ def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, 
         known = db.execute(FULL_AT, (namespace, task, value)).fetchone()
         db.execute(SPEND, (namespace, task, value, rate.spend(known[0] if known else None, now, count)))
     rows = whole_rows(db, take(db, namespace, choice, worker, lease, now), worker, lease, now)
-    return Claimed(rows, soonest(next_at, choice.wait), full or choice.more, paused)
+    return Claimed(rows, soonest(next_at, choice.wait), full or choice.more, paused, choice.limited)
 
 
 def whole_rows(db: sqlite3.Connection, claimed: Iterable[Sequence[Any]], worker: str, lease: int, now: int) -> list[JobRow]:
@@ -6293,6 +6319,7 @@ class Tier(Record):
     app: object = None  # what was given to `lifespan`
     middleware: Sequence[Middleware] = ()  # the first is outermost; grows while jobs run
     hungry: bool = False  # something due may have been left for lack of room: a slot that comes free is to wake it
+    limited: frozenset[str] = frozenset()  # see Claimed: the end of a job of such a task is to wake it
     serves: frozenset[str] | None = None  # see Room
     terms: Mapping[str, Terms] = {}  # by task
 
@@ -7632,7 +7659,7 @@ class Crew:
                 if waiting.waits_for_room:
                     waiting.waits_for_room = False
                     waiting.wake.set()
-        tier.hungry = claimed.more
+        tier.hungry, tier.limited = claimed.more, claimed.limited
         await self._make_sure(tier, claimed.rows)
         if tier.durable:
             self.heed(claimed.paused)
@@ -7778,6 +7805,7 @@ class Crew:
         ):
             return False
         row.worker, row.lease, row.started = self._worker, later(now, self._lease), now
+        row.overtakes = tier.limited
         self._slots.take(cast(Running, row))
         self._handed += 1
         return True
@@ -7820,6 +7848,10 @@ class Crew:
         job.runner = None  # whose context leads back to the job
         if self.tiers[0].hungry or self.tiers[-1].hungry:
             self._wake_hungry()
+        if job.settings.gated:
+            for tier in self.tiers:
+                if tier.limited:
+                    tier.wake.set()
         # What most jobs come to, without the detour.
         if outcome is DONE and job.key is None and job.settings.result_ttl <= 0 and not job.settings.shared:
             if job.durable:
@@ -8025,7 +8057,7 @@ class Crew:
         """Say once, until they have caught up, that due jobs wait for longer than so many seconds."""
         late: dict[tuple[str, str, bool], Overdue] = {}
         for tier in self.tiers:
-            if tier.hungry and tier.claiming:
+            if (tier.hungry or tier.limited) and tier.claiming:
                 for found in await tier.store.overdue(later(now, -after)):
                     if self._slots.room(tier).wants(found.queue, found.task):
                         late.setdefault((found.queue, found.task, tier.durable), found)
@@ -8058,7 +8090,8 @@ class Crew:
             taken = f"all its slots are taken, by {names or 'jobs that start'}{took}"
             return f"{taken}: more slots ({room}) or another process would help"
         if terms is not None and terms.limited:
-            return "its limits (rate, max_running_total) let no more start: raise them, or let them wait"
+            shared = [f"max_running_total={terms.total}"] * (terms.total < math.inf) + ["rate"] * (terms.rate is not None)
+            return f"its {' or its '.join(shared)} lets no more start: raise it, or let them wait"
         if slots.threads <= 0:
             return "all threads for plain functions are taken: more of them (threads), or async functions, would help"
         return "this process does not get round to them: another process would help"
