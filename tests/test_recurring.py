@@ -53,6 +53,7 @@ async def next_run(q: TinyQ, polls: Polls, clock: FakeClock, count: int, step: f
                 if not sum(count.due for count in (await q.stats()).counts):
                     break
                 await asyncio.sleep(0.001)
+        await busy(q, clock)  # the last one may have begun since that was asked
 
 
 async def busy(q: TinyQ, clock: FakeClock) -> bool:
