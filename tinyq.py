@@ -3867,8 +3867,10 @@ class MemoryStore:
         again = [row for row in await self.get(ids) if row.state in (State.DEAD, State.CANCELLED)]
         keys = Counter((row.task, row.key) for row in again if row.key is not None)
         for row in again:
-            if row.key is not None and (self._same_key(row)[0] is not None or keys[row.task, row.key] > 1):
-                raise key_conflict(row)
+            if row.key is not None:
+                pending, running = self._same_key(row)
+                if pending or (running and row.recurrence is not None) or keys[row.task, row.key] > 1:
+                    raise key_conflict(row)
         for row in again:
             self._finished.remove(row)
             for name, value in FRESH.items():
@@ -4091,7 +4093,11 @@ JOBS: Final = (
     "CREATE INDEX tinyq_later ON tinyq_jobs (namespace, run_at, priority DESC) WHERE ready = 0",
     "CREATE INDEX tinyq_fragile ON tinyq_jobs (lane, priority DESC, run_at) WHERE ready = 3",
     "CREATE INDEX tinyq_leases ON tinyq_jobs (lease) WHERE state = 'running'",
-    "CREATE UNIQUE INDEX tinyq_keys ON tinyq_jobs (namespace, task, key, state) WHERE key IS NOT NULL AND finished IS NULL",
+    """CREATE UNIQUE INDEX tinyq_keys ON tinyq_jobs (namespace, task, key, state)
+        WHERE key IS NOT NULL AND finished IS NULL AND recurrence IS NULL""",
+    # A recurring job is the only one with its key. In an index without `state` nothing is written for its starts and ends.
+    """CREATE UNIQUE INDEX tinyq_recurring_keys ON tinyq_jobs (namespace, task, key)
+        WHERE recurrence IS NOT NULL AND finished IS NULL""",
     "CREATE INDEX tinyq_occurrences ON tinyq_jobs (namespace, schedule) WHERE schedule IS NOT NULL AND finished IS NULL",
     "CREATE INDEX tinyq_keep ON tinyq_jobs (keep_until) WHERE keep_until IS NOT NULL",
     "CREATE INDEX tinyq_dead ON tinyq_jobs (namespace, finished, seq, task) WHERE state = 'dead'",
@@ -4163,7 +4169,12 @@ INSERT_HANDED: Final = (
     .replace("interruptions, lost) ", "interruptions, lost, worker, lease, started) ")
     .replace("0, 0, 0, 0, 0)", "1, 1, 0, 0, 0, ?, ?, ?)")
 )
-SAME_KEY: Final = f"SELECT {ALL} FROM tinyq_jobs WHERE namespace = ? AND task = ? AND key = ? AND state = ? AND finished IS NULL"
+# One index holds the keys of recurring jobs, another those of all others.
+SAME_KEY: Final = (
+    f"SELECT {ALL} FROM tinyq_jobs WHERE namespace = ? AND task = ? AND key = ? AND state = ? AND finished IS NULL "
+    "AND recurrence IS NULL"
+)
+SAME_RECURRING: Final = SAME_KEY.replace("recurrence IS NULL", "recurrence IS NOT NULL")
 REPLACE: Final = f"UPDATE tinyq_jobs SET {', '.join(f'{c} = :{c}' for c in REPLACED)}, ready = :ready WHERE seq = :seq"
 FIRE: Final = (
     "INSERT INTO tinyq_schedules (namespace, name, last_fire, rule) VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE "
@@ -4532,7 +4543,8 @@ def why_not_fired(db: sqlite3.Connection, row: JobRow) -> Literal["lost", "pause
 
 
 def same_key(db: sqlite3.Connection, row: JobRow, state: State) -> JobRow | None:
-    found = db.execute(SAME_KEY, (row.namespace, row.task, row.key, state)).fetchone()
+    select = SAME_KEY if row.recurrence is None else SAME_RECURRING
+    found = db.execute(select, (row.namespace, row.task, row.key, state)).fetchone()
     return as_row(found) if found else None
 
 
@@ -4847,6 +4859,7 @@ def settle_rows(
                 ready = PAUSED if is_paused(recurrence) else claimable(change.run_at, change.lost, now)
                 db.execute(MOVE_ON, (*pending_values(change, ready), fire_time, tally, change.seq))
                 continue
+            key = None  # of which there is no other
         states[change.seq] = change.state
         if not change.keep and key is None:
             gone.append(change.seq)
@@ -4894,8 +4907,8 @@ def write_settlement(db: sqlite3.Connection, change: Settlement, now: int) -> No
 
 def settle_keyed(db: sqlite3.Connection, namespace: str, change: Settlement, task_name: str, key: str, now: int) -> State:
     """A job with a key ends or waits: the successor behind it is let go, or takes it over if both would be pending."""
-    select = "SELECT seq FROM tinyq_jobs WHERE namespace = ? AND task = ? AND key = ? AND state = 'pending' AND finished IS NULL"
-    successor = db.execute(select, (namespace, task_name, key)).fetchone()
+    select = SAME_KEY.replace(ALL, "seq", 1)
+    successor = db.execute(select, (namespace, task_name, key, State.PENDING)).fetchone()
     run_at = FOREVER
     if successor and change.state is State.PENDING:
         run_at = change.run_at
@@ -4928,11 +4941,12 @@ def requeue_rows(db: sqlite3.Connection, namespace: str, ids: Sequence[bytes], n
         if row.state is State.DEAD or (row.state is State.CANCELLED and not bulk):
             held = False
             if row.key is not None:
-                if same_key(db, row, State.PENDING):
+                running = same_key(db, row, State.RUNNING)
+                if same_key(db, row, State.PENDING) or (running and row.recurrence is not None):
                     if bulk:
                         continue
                     raise key_conflict(row)
-                held = same_key(db, row, State.RUNNING) is not None
+                held = running is not None
             fresh = dict(FRESH) | {"run_at": now, "ready": HELD if held else CLAIMABLE}
             assignments = ", ".join(f"{name} = :{name}" for name in fresh)
             db.execute(f"UPDATE tinyq_jobs SET {assignments} WHERE seq = :seq", fresh | {"seq": row.seq})

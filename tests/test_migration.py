@@ -155,6 +155,32 @@ async def test_the_jobs_of_a_file_of_version_2_have_told_of_no_progress(tmp_path
     assert rows(path, "SELECT value FROM tinyq_meta") == [(5,)]
 
 
+async def test_a_recurring_job_of_a_file_of_version_4_is_known_by_its_key(tmp_path: Path) -> None:
+    path = tmp_path / "fourth.db"
+    recurrence = tinyq.Recurrence(tinyq.Every(60).as_text(), "skip", "latest", None).as_text()
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        for statements in tinyq.MIGRATIONS[:4]:
+            for statement in statements:
+                db.execute(statement)
+        db.execute("INSERT INTO tinyq_meta VALUES ('schema', 4)")
+        insert(
+            db, 1, lane=0, task="poll", key=f"{tinyq.RECURS}7", run_at=10**6 * HOUR, ready=0, fire_time=10**6 * HOUR,
+            recurrence=recurrence, payload="[[7],{}]",
+        )  # fmt: skip
+        db.commit()
+    q = TinyQ(path, worker=False)
+
+    @q.task(name="poll")
+    async def poll(number: int) -> None: ...
+
+    async with q:
+        await q.schedule(poll, 8, when=tinyq.Every(60), key="7")
+        assert rows(path, "SELECT seq, payload FROM tinyq_jobs") == [(1, "[[8],{}]")]
+        assert await q.unschedule(poll, key="7")
+    assert rows(path, "SELECT seq FROM tinyq_jobs") == []
+
+
 @pytest.mark.parametrize("version", [1, 2, 3, 4])
 async def test_a_schedule_of_an_older_file_goes_on_from_its_last_fire_time(tmp_path: Path, version: int) -> None:
     path = tmp_path / "older.db"

@@ -948,6 +948,7 @@ async def test_no_statement_of_daily_work_scans_the_jobs(watched: SQLiteStore, s
         ("EDGES", ("default",), "SEARCH tinyq_jobs USING INDEX tinyq_claim"),
         ("EDGES", ("default",), "SEARCH tinyq_jobs USING INDEX tinyq_fragile"),
         ("SAME_KEY", ("default", "send", "k1", "pending"), "tinyq_keys (namespace=? AND task=? AND key=? AND state=?)"),
+        ("SAME_RECURRING", ("default", "send", "k1", "pending"), "tinyq_recurring_keys (namespace=? AND task=? AND key=?)"),
         ("OVERLAP", ("default", "s1"), "tinyq_occurrences (namespace=? AND schedule=?)"),
     ],
 )
@@ -958,6 +959,17 @@ async def test_a_frequent_statement_is_served_by_its_own_index(
     steps = plan(other, getattr(tinyq, statement), parameters)
     assert any(index in step for step in steps), steps
     assert [step for step in steps if "TEMP B-TREE" in step] == []
+
+
+async def test_what_is_unscheduled_is_found_by_its_key(watched: SQLiteStore, spy: Spy, other: sqlite3.Connection) -> None:
+    await fill(watched)
+    await watched.unschedule("send", "k1", NOW)
+    found = [(sql, parameters) for sql, parameters, _ in spy.seen if "recurrence <>" in sql]
+    assert len(found) == 2
+    for sql, parameters in found:
+        assert plan(other, sql, parameters) == [
+            "SEARCH tinyq_jobs USING INDEX tinyq_recurring_keys (namespace=? AND task=? AND key=?)"
+        ]
 
 
 async def test_leases_that_end_are_found_by_their_index(watched: SQLiteStore, spy: Spy, other: sqlite3.Connection) -> None:

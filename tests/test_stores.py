@@ -207,6 +207,18 @@ async def test_a_finished_job_holds_no_key(store: Store, end: State, rule: OnCon
     assert answer.verdict == "created"
 
 
+@pytest.mark.parametrize("starts", [False, True])
+async def test_a_recurring_job_that_ended_is_not_requeued_beside_its_successor(store: Store, starts: bool) -> None:
+    recurrence = tinyq.Recurrence(tinyq.Every(60).as_text(), "skip", "latest", None).as_text()
+    old = await running(store, key="k", recurrence=recurrence, fire_time=NOW)
+    assert await settle(store, old, State.CANCELLED, keep_until=LEASE) is State.CANCELLED
+    await store.insert([job(key="k", recurrence=recurrence, fire_time=NOW)], NOW)
+    if starts:
+        await claim(store)
+    with pytest.raises(KeyConflict, match="'k'"):
+        await store.requeue([old.id], NOW)
+
+
 async def test_a_refused_key_stores_nothing_of_its_batch(store: Store) -> None:
     await with_key(store, "pending")
     batch = [job(), job(key="other"), job(key="k", on_conflict="raise"), job()]
