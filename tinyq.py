@@ -1204,6 +1204,7 @@ class Ran(NamedTuple):
     started: int
     missed: int = 0
     superseded: int = 0  # retries that were given up
+    recurrence: str = ""  # by which that was chosen
 
 
 class Inserted(NamedTuple):
@@ -3434,15 +3435,14 @@ class Tally(NamedTuple):
         return Tally(*map(int, (text or "").split()))
 
 
-def as_usual(change: Settlement, text: str, tally: str | None, now: int) -> tuple[int, str] | None:
-    """The next fire time and the counts in the usual case: done, nothing missed, and the next one is yet to come."""
-    ran, (period, offset, _) = change.ran, interval_of(text)
-    if not period or ran is None or change.state is not IS_DONE or ran.missed or ran.superseded:
+def as_usual(change: Settlement, now: int) -> tuple[int, int] | None:
+    """The period and the next fire time in the usual case: done, nothing missed, and the next one is yet to come."""
+    ran = change.ran
+    if ran is None or change.state is not IS_DONE or ran.missed or ran.superseded or change.singly is not None:
         return None
-    upcoming = ran.fire_time - (ran.fire_time - offset) % period + period
-    fired, skipped, missed, superseded, failed, *_ = (tally or NO_RUNS).split()
-    counts = f"{int(fired) + 1} {skipped} {missed} {superseded} {failed} {ran.fire_time}"
-    return (upcoming, counts) if upcoming > now else None
+    period, offset, _ = interval_of(ran.recurrence)
+    upcoming = ran.fire_time - (ran.fire_time - offset) % period + period if period else now
+    return (period, upcoming) if upcoming > now else None
 
 
 RULE_FAILS: Final = "its rule fails"
@@ -4148,6 +4148,7 @@ MIGRATIONS: Final = (
         "DELETE FROM sqlite_sequence WHERE name = 'tinyq_jobs'",  # numbers that were given go on being used up
         "INSERT INTO sqlite_sequence SELECT 'tinyq_jobs', seq FROM sqlite_sequence WHERE name = 'tinyq_before'",
         "DROP TABLE tinyq_before",
+        "UPDATE tinyq_jobs SET tally = tally || ' 0' WHERE tally IS NOT NULL",  # which ends with the last fire time
         """CREATE TABLE tinyq_rates (
             namespace TEXT NOT NULL, task TEXT NOT NULL, value TEXT NOT NULL, full_at REAL NOT NULL,
             PRIMARY KEY (namespace, task, value)
@@ -4304,10 +4305,14 @@ MOVE_ON: Final = (
     "reason = ?, error = ?, traceback = ?, fire_time = ?, tally = ?, progress = NULL, cancel_at = NULL, lease = NULL "
     "WHERE seq = ?"
 )
+# All that ran to the same period at once. What has come of each is to be compared with what was to be expected.
 MOVE_ON_AS_USUAL: Final = (
-    "UPDATE tinyq_jobs SET state = 'pending', ready = 0, run_at = ?, fire_time = ?, tally = ?, attempts = 0, snoozes = 0, "
-    "interruptions = 0, lost = 0, parked = NULL, reason = NULL, error = NULL, traceback = NULL, progress = NULL, "
-    "cancel_at = NULL, lease = NULL WHERE seq = ?"
+    "UPDATE tinyq_jobs SET state = 'pending', ready = 0, run_at = fire_time + ?, fire_time = fire_time + ?, "
+    f"tally = (CAST(coalesce(tally, '{NO_RUNS}') AS INTEGER) + 1) "  # the first number; the last one becomes the fire time
+    f"|| trim(coalesce(tally, '{NO_RUNS}'), '0123456789') || fire_time, "
+    "attempts = 0, snoozes = 0, interruptions = 0, lost = 0, parked = NULL, reason = NULL, error = NULL, traceback = NULL, "
+    f"progress = NULL, lease = NULL WHERE {AMONG} AND state = 'running' AND lease < ? AND cancel_at IS NULL "
+    "RETURNING seq, claim_no, run_at, recurrence"
 )
 RESCHEDULE: Final = (
     "UPDATE tinyq_jobs SET task = :task, payload = :payload, payload_version = :payload_version, options = :options, "
@@ -4841,19 +4846,16 @@ def settle_rows(
     db: sqlite3.Connection, namespace: str, settlements: Sequence[Settlement], lease_before: int, now: int
 ) -> dict[int, State]:
     states: dict[int, State] = {}
+    settlements = move_on(db, settlements, lease_before, states, now)
     settlements = delete_done(db, settlements, lease_before, states)
     if not settlements:
         return states
     claims = encode_json([(change.seq, change.claim_no) for change in settlements])
     gone: list[int] = []
-    usual: list[tuple[int, int, str, int]] = []
     for i, task_name, key, cancel_at, recurrence, tally, fire_time in db.execute(STILL_HELD, (claims, lease_before)).fetchall():
         change = heeding(settlements[i], cancel_at)
         if recurrence is not None:
             states[change.seq] = State.PENDING
-            if (moved := as_usual(change, recurrence, tally, now)) is not None:
-                usual.append((moved[0], *moved, change.seq))
-                continue
             change, tally, fire_time = recur_or_wait(change, recurrence, tally, fire_time, now)
             if change.state is State.PENDING:
                 ready = PAUSED if is_paused(recurrence) else claimable(change.run_at, change.lost, now)
@@ -4867,13 +4869,32 @@ def settle_rows(
             write_settlement(db, change, now)
         else:
             states[change.seq] = settle_keyed(db, namespace, change, task_name, key, now)
-    if usual:
-        db.executemany(MOVE_ON_AS_USUAL, usual)
     if gone:
         db.execute(DELETE, (encode_json(gone),))
     if regrouped := [(change.singly or None, change.seq) for change in settlements if change.singly is not None]:
         db.executemany(REGROUP, [changed for changed in regrouped if states.get(changed[1]) is State.PENDING])
     return states
+
+
+def move_on(
+    db: sqlite3.Connection, settlements: Sequence[Settlement], lease_before: int, states: dict[int, State], now: int
+) -> Sequence[Settlement]:
+    """Settle recurring jobs to which nothing special has happened, by rows as they were when they were claimed; those of a period
+    together, or none of them if one has another claim, was cancelled or has become another. Answers all that are left."""
+    runs: dict[int, set[tuple[int, int, int, str]]] = {}  # by period
+    for change in settlements:
+        if change.ran is not None and (moved := as_usual(change, now)) is not None:
+            period, upcoming = moved
+            runs.setdefault(period, set()).add((change.seq, change.claim_no, upcoming, change.ran.recurrence))
+    for period, expected in runs.items():
+        seqs = encode_json([seq for seq, *_ in expected])
+        db.execute("SAVEPOINT tinyq_usual")
+        if {*db.execute(MOVE_ON_AS_USUAL, (period, period, seqs, lease_before))} == expected:
+            states.update((seq, State.PENDING) for seq, *_ in expected)
+        else:
+            db.execute("ROLLBACK TO tinyq_usual")
+        db.execute("RELEASE tinyq_usual")
+    return [change for change in settlements if change.seq not in states] if runs else settlements
 
 
 def delete_done(
@@ -7011,14 +7032,14 @@ def choose_fire_time(job: Running, now: int) -> bool:
     """For which of the fire times that have passed a recurring job runs; False for none of them, as it is too late."""
     due = cast(int, job.fire_time)
     if 0 <= now - due < interval_of(cast(str, job.recurrence))[2] and job.attempts == 1:
-        job.ran = Ran(due, now)
+        job.ran = Ran(due, now, 0, 0, cast(str, job.recurrence))
         return True
     recurrence = recurrence_of(cast(str, job.recurrence))
     rule = rule_from(recurrence.rule)
     latest, chosen, missed = choose(rule, recurrence.misfire, recurrence.grace, due - 1, now)
     begun = job.attempts > 1 or job.snoozes > 0 or job.interruptions > 0
     if begun and latest <= due:  # once it has begun it is no longer too late
-        job.ran = Ran(due, now)
+        job.ran = Ran(due, now, 0, 0, cast(str, job.recurrence))
         return True
     if not chosen:  # None: a clock has been set back since it was claimed
         job.ran = Ran(latest, now, missed - begun, begun) if latest >= due else None
@@ -7027,7 +7048,7 @@ def choose_fire_time(job: Running, now: int) -> bool:
     superseded = job.fire_time != due and begun  # it was late for its retry, and the next fire time has come
     if superseded:
         job.attempts, job.snoozes, job.interruptions = 1, 0, 0
-    job.ran = Ran(job.fire_time, now, missed - superseded, superseded)
+    job.ran = Ran(job.fire_time, now, missed - superseded, superseded, cast(str, job.recurrence))
     return True
 
 

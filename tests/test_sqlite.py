@@ -972,6 +972,20 @@ async def test_what_is_unscheduled_is_found_by_its_key(watched: SQLiteStore, spy
         ]
 
 
+async def test_recurring_jobs_move_on_together_in_one_statement(
+    watched: SQLiteStore, spy: Spy, other: sqlite3.Connection
+) -> None:
+    text = tinyq.Recurrence(tinyq.Every(60).as_text(), "skip", "latest", None).as_text()
+    await watched.insert([job(key=f"k{n}", recurrence=text, fire_time=NOW) for n in range(10)], NOW)
+    rows = await claim(watched)
+    spy.seen.clear()
+    ran = tinyq.Ran(NOW, NOW, 0, 0, text)
+    states = await watched.settle([tinyq.done_with(row)._replace(ran=ran) for row in rows], NOW + 1)
+    assert states == {row.seq: State.PENDING for row in rows}
+    [(sql, parameters)] = [(sql, parameters) for sql, parameters, _ in spy.seen if "tinyq_jobs" in sql]
+    assert "SEARCH tinyq_jobs USING INTEGER PRIMARY KEY (rowid=?)" in plan(other, sql, parameters)
+
+
 async def test_leases_that_end_are_found_by_their_index(watched: SQLiteStore, spy: Spy, other: sqlite3.Connection) -> None:
     await fill(watched)
     await watched.list(State.RUNNING, lease_before=LEASE)

@@ -219,6 +219,61 @@ async def test_a_recurring_job_that_ended_is_not_requeued_beside_its_successor(s
         await store.requeue([old.id], NOW)
 
 
+async def recurring(store: Store, keys: str, seconds: float = 60) -> list[JobRow]:
+    """Jobs that run for a fire time, not for the first time."""
+    text = tinyq.Recurrence(tinyq.Every(seconds).as_text(), "skip", "latest", None).as_text()
+    await store.insert([job(key=key, recurrence=text, fire_time=NOW, tally="9 1 0 0 2") for key in keys], NOW)
+    return sorted(await claim(store), key=lambda row: row.key or "")
+
+
+def ran(row: JobRow, **changes: Any) -> Settlement:
+    """It was started as soon as it was claimed, and has nothing to say."""
+    assert row.recurrence is not None
+    return outcome(row, keep=False, ran=tinyq.Ran(NOW, NOW, 0, 0, row.recurrence), **changes)
+
+
+async def test_recurring_jobs_that_are_done_wait_for_their_next_fire_times(store: Store) -> None:
+    rows = [*await recurring(store, "abc"), *await recurring(store, "def", 90)]
+    rows[0].claim_no -= 1  # claimed by another meanwhile
+    states = await store.settle([ran(row) for row in rows], NOW + SECOND)
+    assert states == {row.seq: State.PENDING for row in rows[1:]}
+    found = await store.get([row.id for row in rows])
+    assert [(row.run_at, row.fire_time, row.tally) for row in found[1:]] == [
+        (at, at, "10 1 0 0 2") for at in [NOW + 60 * SECOND] * 2 + [NOW + 90 * SECOND] * 3
+    ]
+    assert {(row.state, row.attempts, row.lease, row.cancel_at) for row in found[1:]} == {(State.PENDING, 0, None, None)}
+    assert (found[0].state, found[0].tally) == (State.RUNNING, "9 1 0 0 2")
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "expected"),
+    [
+        ("cancelled", (State.PENDING, NOW + 60 * SECOND, "10 1 0 0 2", None)),
+        ("rescheduled", (State.PENDING, NOW + 90 * SECOND, "10 1 0 0 2", None)),
+        ("paused", (State.PENDING, NOW + 60 * SECOND, "10 1 0 0 2", None)),
+        ("unscheduled", None),
+    ],
+)
+async def test_what_befalls_a_recurring_job_while_it_runs_concerns_no_other(store: Store, meanwhile: str, expected: Any) -> None:
+    rows = await recurring(store, "abc")
+    match meanwhile:
+        case "cancelled":
+            await store.cancel([rows[1].id], "asked for", None, NOW)
+        case "rescheduled":
+            text = tinyq.Recurrence(tinyq.Every(90).as_text(), "skip", "latest", None).as_text()
+            await store.insert([job(key="b", recurrence=text, fire_time=NOW)], NOW)
+        case "paused":
+            await store.hold(rows[1].id, True, NOW)
+        case _:
+            assert await store.unschedule("send", "b", NOW)
+    await store.settle([ran(row) for row in rows], NOW + SECOND)
+    first, *others, last = await store.get([row.id for row in rows])
+    for row in (first, last):
+        assert (row.state, row.run_at, row.tally) == (State.PENDING, NOW + 60 * SECOND, "10 1 0 0 2")
+    assert [(row.state, row.run_at, row.tally, row.cancel_at) for row in others] == ([expected] if expected else [])
+    assert [row.ready == tinyq.PAUSED for row in others] == ([meanwhile == "paused"] if expected else [])
+
+
 async def test_a_refused_key_stores_nothing_of_its_batch(store: Store) -> None:
     await with_key(store, "pending")
     batch = [job(), job(key="other"), job(key="k", on_conflict="raise"), job()]
