@@ -7384,7 +7384,7 @@ def done_with(
     """Done; without more, nothing of it is kept."""
     return Settlement(
         row.seq, row.claim_no, IS_DONE, row.run_at, row.attempts, row.snoozes, row.interruptions, row.lost, None,
-        reason, None, None, result, until, keep, None, row.singly and 0,
+        reason, None, None, result, until, keep, row.ran, row.singly and 0,
     )  # fmt: skip
 
 
@@ -7887,8 +7887,8 @@ class Crew:
             for tier in self.tiers:
                 if tier.limited:
                     tier.wake.set()
-        # What most jobs come to, without the detour.
-        if outcome is DONE and job.key is None and job.settings.result_ttl <= 0 and not job.settings.shared:
+        usual = outcome is DONE and (job.key is None or (job.recurrence and job.durable)) and job.settings.result_ttl <= 0
+        if usual and not job.settings.shared:  # what most jobs come to, without the detour
             if job.durable:
                 self._ended.append((job, DONE, done_with(job)))
                 self.settle_wake.set()
@@ -7936,12 +7936,15 @@ class Crew:
             log.warning("%s: %s; its outcome is not written", label(job), outcome.reason)
             self._leave(job, now)
         elif job.tier.durable:
-            change = decide(job, outcome, job.settings, now)._replace(ran=job.ran, frees=job.settings.shared)
-            self._ended.append((job, outcome, change))
+            self._ended.append((job, outcome, self._decided(job, outcome, now)))
             self.settle_wake.set()
         else:
-            change = decide(job, outcome, job.settings, now)._replace(ran=job.ran)
+            change = self._decided(job, outcome, now)
             self._settled(job, outcome, change, self.memory.settle_now([change], now).get(job.seq), now)
+
+    def _decided(self, job: Running, outcome: Outcome, now: int) -> Settlement:
+        change, shared = decide(job, outcome, job.settings, now), job.settings.shared
+        return change if change.ran is job.ran and not shared else change._replace(ran=job.ran, frees=shared)
 
     async def settle(self, tier: Tier, now: int) -> float:
         """Write what durable jobs have come to, all that wait at once; what cannot be written stays, and so do the leases."""
