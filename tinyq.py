@@ -7988,8 +7988,14 @@ class Crew:
                 if job.ran is not None:
                     self._note_ran(job, job.ran, now)
                 job.state, job.ran = state, None
-                job.args = None if job.tier.durable else job.args
-                self.live.pop(job.id, None)
+                if job.tier.durable:
+                    job.args = None
+                    if self.live:
+                        self.live.pop(job.id, None)
+                    if outcome is DONE:
+                        job.value = None
+                        self._leave(job, now)
+                        return  # (whoever has it settled looks for more to do)
             elif job.tier.durable:
                 apply(job, change, now)
                 job.args = None
