@@ -166,7 +166,7 @@ async def test_a_recurring_job_of_a_file_of_version_4_is_known_by_its_key(tmp_pa
         db.execute("INSERT INTO tinyq_meta VALUES ('schema', 4)")
         insert(
             db, 1, lane=0, task="poll", key=f"{tinyq.RECURS}7", run_at=10**6 * HOUR, ready=0, fire_time=10**6 * HOUR,
-            recurrence=recurrence, payload="[[7],{}]",
+            recurrence=recurrence, payload="[[7],{}]", tally="5 0 1 0 2",
         )  # fmt: skip
         db.commit()
     q = TinyQ(path, worker=False)
@@ -176,7 +176,7 @@ async def test_a_recurring_job_of_a_file_of_version_4_is_known_by_its_key(tmp_pa
 
     async with q:
         await q.schedule(poll, 8, when=tinyq.Every(60), key="7")
-        assert rows(path, "SELECT seq, payload FROM tinyq_jobs") == [(1, "[[8],{}]")]
+        assert rows(path, "SELECT seq, payload, tally FROM tinyq_jobs") == [(1, "[[8],{}]", "5 0 1 0 2 0")]
         assert await q.unschedule(poll, key="7")
     assert rows(path, "SELECT seq FROM tinyq_jobs") == []
 

@@ -298,17 +298,6 @@ async def test_a_worker_lost_once_does_not_keep_it_from_running_again(
     assert rows(file, "lost") == [(0,)]
 
 
-async def test_counts_that_were_stored_before_the_last_fire_time_was_go_on(open_file: Open, clock: FakeClock, file: Path) -> None:
-    q = await open_file()
-    polls = Polls(q, clock)
-    await q.schedule(polls.task, 7, when=Every(10), key="7")
-    edit(file, "UPDATE tinyq_jobs SET tally = '5 0 1 0 2'")
-    began = clock.now()
-    await next_run(q, polls, clock, 1)
-    stats = (await only(q)).stats
-    assert (stats.fired, stats.missed, stats.failed, stats.last) == (6, 1, 2, began + timedelta(seconds=10))
-
-
 async def test_a_fire_time_on_which_workers_die_is_given_up_and_the_next_one_runs(
     open_file: Open, clock: FakeClock, file: Path
 ) -> None:

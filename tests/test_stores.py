@@ -222,7 +222,7 @@ async def test_a_recurring_job_that_ended_is_not_requeued_beside_its_successor(s
 async def recurring(store: Store, keys: str, seconds: float = 60) -> list[JobRow]:
     """Jobs that run for a fire time, not for the first time."""
     text = tinyq.Recurrence(tinyq.Every(seconds).as_text(), "skip", "latest", None).as_text()
-    await store.insert([job(key=key, recurrence=text, fire_time=NOW, tally="9 1 0 0 2") for key in keys], NOW)
+    await store.insert([job(key=key, recurrence=text, fire_time=NOW, tally="9 1 0 0 2 0") for key in keys], NOW)
     return sorted(await claim(store), key=lambda row: row.key or "")
 
 
@@ -239,18 +239,18 @@ async def test_recurring_jobs_that_are_done_wait_for_their_next_fire_times(store
     assert states == {row.seq: State.PENDING for row in rows[1:]}
     found = await store.get([row.id for row in rows])
     assert [(row.run_at, row.fire_time, row.tally) for row in found[1:]] == [
-        (at, at, "10 1 0 0 2") for at in [NOW + 60 * SECOND] * 2 + [NOW + 90 * SECOND] * 3
+        (at, at, f"10 1 0 0 2 {NOW}") for at in [NOW + 60 * SECOND] * 2 + [NOW + 90 * SECOND] * 3
     ]
     assert {(row.state, row.attempts, row.lease, row.cancel_at) for row in found[1:]} == {(State.PENDING, 0, None, None)}
-    assert (found[0].state, found[0].tally) == (State.RUNNING, "9 1 0 0 2")
+    assert (found[0].state, found[0].tally) == (State.RUNNING, "9 1 0 0 2 0")
 
 
 @pytest.mark.parametrize(
     ("meanwhile", "expected"),
     [
-        ("cancelled", (State.PENDING, NOW + 60 * SECOND, "10 1 0 0 2", None)),
-        ("rescheduled", (State.PENDING, NOW + 90 * SECOND, "10 1 0 0 2", None)),
-        ("paused", (State.PENDING, NOW + 60 * SECOND, "10 1 0 0 2", None)),
+        ("cancelled", (State.PENDING, NOW + 60 * SECOND, f"10 1 0 0 2 {NOW}", None)),
+        ("rescheduled", (State.PENDING, NOW + 90 * SECOND, f"10 1 0 0 2 {NOW}", None)),
+        ("paused", (State.PENDING, NOW + 60 * SECOND, f"10 1 0 0 2 {NOW}", None)),
         ("unscheduled", None),
     ],
 )
@@ -269,7 +269,7 @@ async def test_what_befalls_a_recurring_job_while_it_runs_concerns_no_other(stor
     await store.settle([ran(row) for row in rows], NOW + SECOND)
     first, *others, last = await store.get([row.id for row in rows])
     for row in (first, last):
-        assert (row.state, row.run_at, row.tally) == (State.PENDING, NOW + 60 * SECOND, "10 1 0 0 2")
+        assert (row.state, row.run_at, row.tally) == (State.PENDING, NOW + 60 * SECOND, f"10 1 0 0 2 {NOW}")
     assert [(row.state, row.run_at, row.tally, row.cancel_at) for row in others] == ([expected] if expected else [])
     assert [row.ready == tinyq.PAUSED for row in others] == ([meanwhile == "paused"] if expected else [])
 
