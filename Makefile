@@ -11,6 +11,9 @@ find = $(shell for version in $(1); do \
 PYTHON ?= $(call find,3.11 3.12 3.13 3.14)
 PORT ?= 8000
 
+# The tests of a suite are shared by so many processes: more than there are cores, since most of them wait.
+TESTERS ?= 4
+
 .PHONY: demo test lint suite format clean
 .SECONDARY: # keeps the environments
 
@@ -38,11 +41,11 @@ lint: .venv/ready
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 .venv/bin/pyright --pythonpath .venv/bin/python
 
 suite: .venv/ready
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest --numprocesses $(TESTERS) --dist worksteal
 
 suite-%:
 	@if [ -n "$(call find,$*)" ]; \
-	then $(MAKE) --no-print-directory .venv-$*/ready && .venv-$*/bin/python -m pytest; \
+	then $(MAKE) --no-print-directory .venv-$*/ready && .venv-$*/bin/python -m pytest --numprocesses $(TESTERS) --dist worksteal; \
 	else echo "Python $* was not found: the suite did not run on it."; \
 	fi
 
