@@ -1,4 +1,5 @@
-"""Two apps with the same background job, for test_shutdown_server.py; MARKS names the file that it writes to."""
+"""Two apps with the same background job, for test_shutdown_server.py; MARKS names the file that it writes to, RELEASE the one
+that it waits for."""
 
 import asyncio
 import os
@@ -13,7 +14,7 @@ from fastapi.responses import StreamingResponse
 import tinyq
 
 MARKS = Path(os.environ["MARKS"])
-SECONDS = float(os.environ["SECONDS"])  # that the job takes
+RELEASE = Path(os.environ["RELEASE"])
 
 
 def mark(what: str) -> None:
@@ -24,7 +25,8 @@ def mark(what: str) -> None:
 async def job() -> None:
     mark("started")
     try:
-        await asyncio.sleep(SECONDS)
+        while not RELEASE.exists():  # noqa: ASYNC110  another process makes it
+            await asyncio.sleep(0.01)
     except asyncio.CancelledError:
         mark("cancelled")
         raise
