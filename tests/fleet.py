@@ -111,5 +111,5 @@ class Member:
         self._process.wait()
 
     def finish(self) -> None:
-        self._process.communicate(timeout=30)
+        self._process.communicate(timeout=60)
         assert self._process.returncode == 0

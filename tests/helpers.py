@@ -62,7 +62,7 @@ def stats_of(q: TinyQ) -> tinyq.ScheduleStats:
 
 async def eventually(condition: Callable[[], object], clock: FakeClock | None = None, step: float = 0.05) -> None:
     """Return as soon as the condition holds; with a clock, let its time pass meanwhile."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             if clock is not None:
                 await clock.advance(step)

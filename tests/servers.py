@@ -12,7 +12,7 @@ from typing import Self
 ROOT = Path(__file__).parents[1]
 
 
-def wait_until(what: str, condition: Callable[[], bool], seconds: float = 30) -> None:
+def wait_until(what: str, condition: Callable[[], bool], seconds: float = 60) -> None:
     """Return as soon as the condition holds; fail when it has not after a time that is generous, not expected."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -51,5 +51,5 @@ class Server:
         with socket.socket() as client:
             return client.connect_ex(("127.0.0.1", self.port)) == 0
 
-    def wait_for_exit(self, seconds: float = 30) -> None:
+    def wait_for_exit(self, seconds: float = 60) -> None:
         wait_until("the server has ended", lambda: self.process.poll() is not None, seconds)

@@ -22,7 +22,7 @@ from tinyq import JobFailed, JobRow, SQLiteStore, State, StoreBusy, StoreError, 
 SECOND = 1_000_000
 NOW = 1_767_268_800 * SECOND  # noon of the first day of 2026
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def job(payload: str = "[[1],{}]") -> JobRow:

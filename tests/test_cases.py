@@ -29,7 +29,7 @@ from starlette.routing import Route
 
 from tinyq import Job, JobFailed, Retry, State, TinyQ
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 
 
 def messages(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
@@ -223,10 +223,10 @@ def test_what_was_acknowledged_is_there_after_kill_9(file: Path) -> None:
 
 def test_a_worker_that_stalls_past_its_lease_is_replaced_then_cancelled_and_writes_nothing(fleet: Fleet) -> None:
     fleet.enqueue("hangs_until_told", 7)
-    stalled = fleet.member({"hangs_until_told": 3}, lease=0.5, result_ttl=3600)
+    stalled = fleet.member({"hangs_until_told": 3}, lease=1.0, result_ttl=3600)
     fleet.wait_for_marks(1, "hangs_until_told")
     os.kill(int(stalled.pid), signal.SIGSTOP)
-    other = fleet.member({"hangs_until_told": 3}, lease=0.5, result_ttl=3600)
+    other = fleet.member({"hangs_until_told": 3}, lease=1.0, result_ttl=3600)
     columns = ("state", "attempts", "lost", "claim_no", "error", "reason", "finished")
     wait_until("the other one has run it", lambda: fleet.rows("state") == [("done",)])
     settled = fleet.rows(*columns)
@@ -246,11 +246,11 @@ def test_a_worker_that_stalls_past_its_lease_is_replaced_then_cancelled_and_writ
 
 def test_a_process_that_comes_back_under_its_old_name_does_not_keep_its_old_jobs_from_being_taken_over(fleet: Fleet) -> None:
     fleet.enqueue("hangs_once", 0)
-    first = fleet.member({"hangs_once": 3}, lease=0.5, worker_name="web-1")
+    first = fleet.member({"hangs_once": 3}, lease=1.0, worker_name="web-1")
     fleet.wait_for_marks(1, "hangs_once")
     first.kill()
     fleet.enqueue("hangs_once", 1)
-    second = fleet.member({"hangs_once": 3}, lease=0.5, worker_name="web-1")  # renews a lease of its own
+    second = fleet.member({"hangs_once": 3}, lease=1.0, worker_name="web-1")  # renews a lease of its own
     assert fleet.wait_for_marks(1, "hangs_once", 0, 2) == [[second.pid, "hangs_once", "0", "2"]]
     fleet.wait_for_rows([("running", 1)], "state", "attempts")
     assert fleet.marks("hangs_once", 1) == [[second.pid, "hangs_once", "1", "1"]]

@@ -24,7 +24,7 @@ from servers import wait_until
 
 from tinyq import SQLiteStore, State, TinyQ
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 
 DAY = 86400.0
 

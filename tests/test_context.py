@@ -16,7 +16,7 @@ from helpers import Open, edit, eventually, rows
 import tinyq
 from tinyq import Retry, Snooze, State, TinyQ
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="nobody's")
 

@@ -334,7 +334,7 @@ async def test_started_and_stopped_three_times_it_leaves_no_task_and_no_thread(t
                 await (await task.options(durable=True).enqueue()).result()
                 await q.spawn(asyncio.sleep(0))
             assert asyncio.all_tasks() == tasks
-            assert set(threading.enumerate()) == threads
+            assert set(threading.enumerate()) <= threads  # one of an earlier test may have ended meanwhile
 
 
 async def test_a_schedule_fires_once_per_fire_time_after_any_number_of_starts(tinyq: Any, clock: FakeClock) -> None:

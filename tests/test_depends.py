@@ -20,7 +20,7 @@ from helpers import Open, eventually, rows
 import tinyq
 from tinyq import Snooze, State, TinyQ
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Session:

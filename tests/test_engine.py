@@ -792,7 +792,7 @@ async def test_requeue_gives_a_dead_job_all_its_attempts_again(q: TinyQ, durable
 
 
 async def test_requeue_leaves_everything_else_alone(q: TinyQ, durable: bool) -> None:
-    task = q.task(durable=durable, name="later", delay=60)(nothing)
+    task = q.task(durable=durable, name="later", delay=60, result_ttl=3600)(nothing)  # it may have run by the time one looks
     pending, cancelled = await task.enqueue(), await task.enqueue()
     await cancelled.cancel()
     unknown = "0198c0de-0000-7000-8000-000000000000"

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 FORKS = Path(__file__).parent / "workers" / "forks.py"
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork"),
 ]
 
@@ -31,7 +31,7 @@ def run(file: Path, case: str, times: int) -> str:
         str(times),
     ]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stderr == ""
     return ended.stdout

@@ -24,7 +24,7 @@ from tinyq import Cancel, Job, JobCancelled, JobFailed, NoResult, Room, Shutting
 ROOT = Path(__file__).parents[1]
 ENDED = (State.DONE, State.DEAD, State.CANCELLED)
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 @contextmanager

@@ -68,7 +68,7 @@ async def test_while_stopping_it_is_degraded(q: TinyQ) -> None:
         await go.wait()
 
     await q.enqueue(last)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await began.wait()
     stopping = asyncio.create_task(q.stop())
     await asyncio.sleep(0)
@@ -140,15 +140,15 @@ async def test_a_loop_that_does_not_turn_is_a_reason_seen_from_a_thread(monkeypa
         seen = threading.Event()
 
         def watch() -> None:
-            while "the event loop has not turned for 0." not in reasons(q):
+            while "the event loop has not turned for " not in reasons(q):
                 time.sleep(0.01)
             seen.set()
 
         watching = threading.Thread(target=watch, daemon=True)
         watching.start()
-        assert seen.wait(10)  # which blocks the loop
+        assert seen.wait(60)  # which blocks the loop
         watching.join()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while await asyncio.to_thread(q.health) != OK:
                 pass
 
@@ -194,7 +194,7 @@ async def test_jobs_that_another_worker_takes_are_no_reason(q: TinyQ, open_file:
     while len(upkeeps) < 12:
         came.clear()
         await q.enqueue("shared", durable=True)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await came.wait()
         assert q.health() == OK
 

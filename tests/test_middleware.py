@@ -15,7 +15,7 @@ from helpers import Open, edit, eventually
 import tinyq
 from tinyq import Cancel, CurrentJob, RetryAfter, Snooze, State, TinyQ
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 CallNext = Callable[[CurrentJob], Awaitable[Any]]
 

@@ -22,7 +22,7 @@ from servers import ROOT
 
 from tinyq import Snooze, State
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 CARD = "-".join(["4111"] * 4)  # an event quotes lines of the source, where this is not to be found
 

@@ -19,7 +19,7 @@ from servers import wait_until
 import tinyq
 from tinyq import Job, SQLiteStore, State, TinyQ
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 
 
 def lose(file: Path, clock: FakeClock, **changes: object) -> None:
@@ -913,9 +913,9 @@ def test_a_job_that_ends_its_process_and_is_not_to_survive_it_has_one_start(flee
             await q.enqueue("killed", 7, durable=True, on_lost="dead")
 
     asyncio.run(enqueue())
-    first = fleet.member({"killed": 5}, lease=0.5)
+    first = fleet.member({"killed": 5}, lease=1.0)
     wait_until("the job has ended its process", first.ended)
-    fleet.member({"killed": 5}, lease=0.5)
+    fleet.member({"killed": 5}, lease=1.0)
     fleet.wait_for_rows([("dead", "worker lost", 1)], "state", "reason", "attempts")
     assert len(fleet.marks("killed")) == 1
 
@@ -934,7 +934,7 @@ def cancel(fleet: Fleet, id: str) -> tuple[bool, State]:
 
 @pytest.mark.parametrize("task", ["hangs_until_told", "looks_until_told"])
 def test_a_job_that_runs_in_another_process_is_stopped_there(fleet: Fleet, task: str) -> None:
-    member = fleet.member({task: 1}, lease=0.5)
+    member = fleet.member({task: 1}, lease=1.0)
     [id] = fleet.enqueue(task, 7)
     fleet.wait_for_marks(1, task, 7)
     assert cancel(fleet, id) == (True, State.CANCELLED)
@@ -944,7 +944,7 @@ def test_a_job_that_runs_in_another_process_is_stopped_there(fleet: Fleet, task:
 
 
 def test_a_pending_job_is_cancelled_from_another_process_and_never_runs(fleet: Fleet) -> None:
-    fleet.member({"hangs_until_told": 1, "note": 5}, lease=0.5, concurrency=1)
+    fleet.member({"hangs_until_told": 1, "note": 5}, lease=1.0, concurrency=1)
     [running] = fleet.enqueue("hangs_until_told", 7)
     fleet.wait_for_marks(1, "hangs_until_told", 7)
     [pending] = fleet.enqueue("note", 1)

@@ -26,7 +26,7 @@ LEASE = NOW + 30 * SECOND
 ROOM = Room(10, {}, 10, 1, {"send": False})
 WRITES = ("INSERT", "UPDATE", "DELETE", "REPLACE", "CREATE", "DROP", "ALTER")
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Spy:
@@ -144,7 +144,7 @@ async def is_set(event: threading.Event) -> None:
 
 async def free_to_write(other: sqlite3.Connection) -> None:
     """Return as soon as another connection gets the write lock, which it never does while somebody's transaction is open."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while True:
             try:
                 other.execute("BEGIN IMMEDIATE")
@@ -342,7 +342,7 @@ def threads() -> set[threading.Thread]:
 async def ended_since(before: set[threading.Thread]) -> None:
     """Return when no thread is alive that was not there before."""
     for thread in threads() - before:
-        await asyncio.to_thread(thread.join, 10)
+        await asyncio.to_thread(thread.join, 30)
         assert not thread.is_alive()
 
 
@@ -473,7 +473,7 @@ async def test_opening_waits_while_somebody_else_writes(path: str, other: sqlite
         opening = asyncio.create_task(store.open())
         await asyncio.sleep(0.05)
         assert not opening.done()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await opening
     await store.close()
 
@@ -657,7 +657,7 @@ async def test_a_write_waits_for_the_lock(store: SQLiteStore, other: sqlite3.Con
         inserting = asyncio.create_task(store.insert([row], NOW))
         await asyncio.sleep(0.05)
         assert not inserting.done()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await inserting
     assert len(await store.get([row.id])) == 1
 
@@ -676,13 +676,14 @@ async def test_a_write_that_waited_too_long_is_refused_and_never_stored(
 async def test_a_claim_gives_up_sooner_than_the_writes_beside_it(
     store: SQLiteStore, other: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tinyq, "PATIENCE", 1000)
     monkeypatch.setattr(tinyq, "CLAIM_PATIENCE", 0.05)
     await store.insert([job()], NOW)
     row = job()
     with locked(other):
         inserting = asyncio.create_task(store.insert([row], NOW))
         with pytest.raises(StoreBusy):
-            async with asyncio.timeout(8):
+            async with asyncio.timeout(30):
                 await claim(store)
         assert not inserting.done()
     await inserting
@@ -709,7 +710,7 @@ async def test_reading_goes_on_while_a_unit_is_written(watched: SQLiteStore, spy
     reached, go_on = spy.hold("COMMIT")
     inserting = asyncio.create_task(watched.insert([job()], NOW))
     await is_set(reached)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         assert await watched.list(State.PENDING) == []
     go_on.set()
     await inserting
@@ -823,7 +824,7 @@ async def test_an_enqueue_cancelled_at_any_turn_leaves_the_file_usable(path: str
             with locked(other):
                 ended.append(not await cancelled_after(q.enqueue("send", ticks, durable=True), ticks))
             await free_to_write(other)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await q.enqueue("marker", durable=True)
         assert not any(ended)
         write = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=10).execute('CREATE TABLE mine (id)')"
@@ -891,7 +892,7 @@ async def test_whoever_comes_while_the_store_closes_is_served_or_told(path: str)
         while not ending.done():
             calls.append(asyncio.create_task(store.insert([job()], NOW)))
             await asyncio.sleep(0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         answers = await asyncio.gather(*calls, return_exceptions=True)
     errors = [answer for answer in answers if isinstance(answer, BaseException)]
     assert [error for error in errors if not isinstance(error, StoreError)] == []

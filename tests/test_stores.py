@@ -17,7 +17,7 @@ NOW = 1_767_268_800 * SECOND  # noon of the first day of 2026
 LEASE = NOW + 30 * SECOND
 RULES: Sequence[OnConflict] = get_args(OnConflict)
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(params=["memory", "sqlite"])

@@ -41,7 +41,7 @@ from tinyq import (
     TinyQ,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[1]
 
 

@@ -19,7 +19,7 @@ from helpers import Open, eventually
 import tinyq
 from tinyq import JobNotFound, KeyConflict, NoResult, PayloadError, PayloadTooLarge, State, StoreBusy, StoreError, TinyQ
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Caller:

@@ -104,7 +104,7 @@ def heard(q: TinyQ) -> "asyncio.Queue[int]":
 
 
 async def first(came: "asyncio.Queue[int]") -> int:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         return await came.get()
 
 
@@ -179,7 +179,7 @@ async def test_a_job_that_is_handed_back_at_shutdown_rings(open_real: Open, only
         await asyncio.Event().wait()
 
     await ending.enqueue("note", 7, durable=True)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await began.wait()
     came = heard(await open_real())
     await ending.stop(grace=0)
@@ -381,7 +381,7 @@ async def test_results_from_another_process_arrive_by_looks_that_are_shared(
 
     jobs = await asking.enqueue_many([("double", (n,)) for n in range(50)], durable=True, result_ttl=60)
     looks = counted(monkeypatch, "read_rows")
-    waiting = [asyncio.create_task(job.result(timeout=10)) for job in jobs]
+    waiting = [asyncio.create_task(job.result(timeout=30)) for job in jobs]
     await eventually(lambda: looks)  # they all wait by now
     go.set()
     assert await asyncio.gather(*waiting) == [2 * n for n in range(50)]
@@ -391,7 +391,7 @@ async def test_results_from_another_process_arrive_by_looks_that_are_shared(
 async def test_a_result_that_is_not_going_to_be_kept_is_refused_to_each_who_waits(open_real: Open) -> None:
     asking = await open_real(worker=False)
     job = await asking.enqueue("note", 7, durable=True)
-    answers = await asyncio.gather(*(job.result(timeout=10) for _ in range(3)), return_exceptions=True)
+    answers = await asyncio.gather(*(job.result(timeout=30) for _ in range(3)), return_exceptions=True)
     assert [type(answer) for answer in answers] == [tinyq.NoResult] * 3
 
 

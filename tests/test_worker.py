@@ -62,7 +62,7 @@ class Worker:
     def stop(self) -> int:
         """One SIGTERM; the exit code."""
         self.process.terminate()
-        return self.process.wait(30)
+        return self.process.wait(60)
 
     def wait_for(self, mark: str) -> None:
         wait_until(f"{mark} is noted", lambda: mark in marks(self.folder))
@@ -127,7 +127,7 @@ def test_sigterm_lets_a_running_job_complete_before_the_application_closes(tmp_p
         worker.wait_for("draining")
         enqueue(tmp_path, "note", "too late")
         (tmp_path / "release").touch()
-        assert worker.process.wait(30) == 0
+        assert worker.process.wait(60) == 0
         assert worker.log.endswith("INFO tinyq: worker of worker_apps:app: stopped\n")
     assert marks(tmp_path) == [f"started {worker.process.pid}", "draining", "completed", "closed"]
     assert rows(tmp_path / "jobs.db", "task, state") == [("note", "pending")]
@@ -183,7 +183,7 @@ def test_a_signal_while_the_application_starts_ends_the_worker(tmp_path: Path) -
         try:
             wait_until("it starts", lambda: "starting" in marks(tmp_path))
             process.terminate()
-            assert process.wait(30) == 0
+            assert process.wait(60) == 0
         finally:
             process.kill()
     assert marks(tmp_path) == ["starting", "gave up"]

@@ -33,7 +33,7 @@ async def write_until_the_end() -> None:
 
 
 def in_thread(call: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run_coroutine_threadsafe(call, loop).result(30)
+    return asyncio.run_coroutine_threadsafe(call, loop).result(60)
 
 
 async def refused(call: Callable[[], Any]) -> None:
@@ -160,10 +160,10 @@ def main() -> None:
             child(round, job)
     ending.set()
     if writing is not None:
-        writing.result(30)
+        writing.result(60)
     in_thread(tinyq.stop() if CASE == "default" else q.stop())
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(30)
+    thread.join(60)
     loop.close()
     with closing(sqlite3.connect(DB)) as db:
         assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
