@@ -175,7 +175,7 @@ def test_a_broken_invariant_is_the_exit_code_and_is_named_with_the_seed(
 
 @pytest.mark.timeout(300)
 def test_four_processes_that_are_killed_and_stopped_at_random_keep_every_promise(tmp_path: Path) -> None:
-    options = ["--jobs", "600", "--rate", "100", "--pause", "0.7", "--poison", "2", "--seconds", "75"]
+    options = ["--jobs", "600", "--rate", "100", "--pause", "0.7", "--poison", "2", "--seconds", "200"]
     with chaos.Run(tmp_path, chaos.parse(options)) as run:
         found = run.go()
     assert chaos.broken(found) == {}, f"seed {run.options.seed}"

@@ -38,7 +38,7 @@ def run(file: Path, case: str, times: int) -> str:
 
 
 def test_a_child_is_refused_every_call_and_its_end_harms_nothing_while_its_parent_writes(file: Path) -> None:
-    run(file, "busy", 200)
+    run(file, "busy", 100)
 
 
 def test_a_child_is_refused_every_call_of_the_default_instance_too(file: Path) -> None:
