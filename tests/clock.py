@@ -1,9 +1,29 @@
 """A clock that stands still until a test moves it."""
 
 import asyncio
+import time
 from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import aiosqlite
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+PATIENCE = 0.5  # real seconds that a move of the clock waits for threads: longer than they need, unless somebody holds them up
+
+under_way: dict[object, asyncio.AbstractEventLoop] = {}  # calls that the thread of a database has not answered yet
+execute: Any = aiosqlite.Connection._execute
+
+
+async def noted(connection: aiosqlite.Connection, *given: Any, **named: Any) -> Any:
+    call = object()
+    under_way[call] = asyncio.get_running_loop()
+    try:
+        return await execute(connection, *given, **named)
+    finally:
+        del under_way[call]
+
+
+aiosqlite.Connection._execute = noted  # type: ignore[assignment,method-assign]
 
 
 class FakeClock:
@@ -13,6 +33,7 @@ class FakeClock:
         self._wall = (datetime.fromisoformat(start) - EPOCH) // timedelta(microseconds=1)
         self._steady = 1000.0
         self._sleepers: list[tuple[float, asyncio.Event]] = []
+        self._held_up: set[object] = set()  # calls that have been waited for in vain
 
     def time(self) -> int:
         return self._wall
@@ -40,7 +61,8 @@ class FakeClock:
             await asyncio.gather(*ends, return_exceptions=True)
 
     async def advance(self, seconds: float) -> None:
-        """Move time, stopping at every moment somebody sleeps until, and let the loop turn at each."""
+        """Move time, stopping at every moment somebody sleeps until, and let the loop turn at each; then let databases answer, or
+        on a busy machine an answer would come minutes late by this clock."""
         await self.settle()
         end = self._steady + seconds
         while True:
@@ -56,6 +78,15 @@ class FakeClock:
                 break
         self._move(end)
         await self.settle()
+        await self._answered()
+
+    async def _answered(self) -> None:
+        loop, began = asyncio.get_running_loop(), time.monotonic()
+        while waiting := {call for call, its in list(under_way.items()) if its is loop} - self._held_up:
+            if time.monotonic() - began > PATIENCE:
+                self._held_up |= waiting
+            await asyncio.sleep(0.0005)
+            await self.settle()
 
     def step_wall(self, seconds: float) -> None:
         """Move the wall clock alone, as an administrator or NTP would."""

@@ -543,7 +543,7 @@ async def test_hooks_are_not_called_for_schedules_and_retries(open_q: Open, cloc
     ran: list[int] = []
     q.on_enqueue(called.append)
 
-    @q.every(1, retry=[0.1], headers={"k": "v"})
+    @q.every(5, retry=[0.1], headers={"k": "v"})
     async def tick() -> None:
         assert tinyq.current_job().headers == {"k": "v"}
         ran.append(tinyq.current_job().attempt)
