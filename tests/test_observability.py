@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)
 CARD = "-".join(["4111"] * 4)  # an event quotes lines of the source, where this is not to be found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def example() -> ModuleType:
     spec = importlib.util.spec_from_file_location("observability", ROOT / "examples" / "observability.py")
     assert spec is not None and spec.loader is not None
@@ -39,7 +39,7 @@ def example() -> ModuleType:
 # OpenTelemetry
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a process may come back to this file when it has run others
 def exporter() -> InMemorySpanExporter:
     """The provider of a process can be set once."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()

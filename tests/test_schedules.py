@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -66,7 +67,7 @@ async def schedule_stats(q: TinyQ) -> ScheduleStats:
 
 
 async def run(clock: FakeClock, ticks: Notes, period: float, seconds: float, **options: Any) -> TinyQ:
-    q = TinyQ(clock=clock)
+    q = TinyQ(clock=clock, behind_after=math.inf)  # to look for that each few seconds of a day takes long
     q.every(period, name="tick", **options)(ticks.tick)
     await q.start()
     await clock.advance(seconds)
@@ -117,7 +118,7 @@ async def test_fire_times_are_multiples_of_the_period_since_the_epoch_moved_by_t
     async def tick() -> None:
         ran.append(clock.now())
 
-    q = TinyQ(clock=clock)
+    q = TinyQ(clock=clock, behind_after=math.inf)  # to look for that each few seconds of a day takes long
     q.every(period, offset=offset)(tick)
     await q.start()
     await clock.advance((moment(expected[-1]) - clock.now()).total_seconds())
@@ -132,7 +133,7 @@ async def test_a_day_is_twenty_four_hours_over_a_clock_change() -> None:
     async def tick() -> None:
         ran.append(clock.now().isoformat())
 
-    q = TinyQ(clock=clock)
+    q = TinyQ(clock=clock, behind_after=math.inf)  # to look for that each few seconds of a day takes long
     q.every(timedelta(days=1), offset=timedelta(hours=7))(tick)
     await q.start()
     await clock.advance(2 * 86_400)
@@ -143,7 +144,7 @@ async def test_a_day_is_twenty_four_hours_over_a_clock_change() -> None:
 async def test_without_immediate_the_first_run_waits_for_its_fire_time_and_with_it_it_does_not() -> None:
     clock = FakeClock("2026-01-01T12:00:33+00:00")
     plain, immediate = Notes(clock), Notes(clock)
-    q = TinyQ(clock=clock)
+    q = TinyQ(clock=clock, behind_after=math.inf)  # to look for that each few seconds of a day takes long
     q.every(60, name="plain")(plain.tick)
     q.every(60, name="immediate", immediate=True)(immediate.tick)
     await q.start()

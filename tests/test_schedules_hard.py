@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import sqlite3
@@ -107,7 +108,7 @@ async def test_a_process_that_runs_through_a_change_of_the_clocks_fires_as_the_r
 ) -> None:
     clock = FakeClock(f"{start}:00+00:00")
     notes = Notes(clock)
-    q = TinyQ(clock=clock)
+    q = TinyQ(clock=clock, behind_after=math.inf)  # to look for that each few seconds of a day takes long
     q.cron(expression, tz="Europe/Berlin", name="tick")(notes.tick)
     await q.start()
     await clock.advance(hours * 3600)
@@ -125,7 +126,7 @@ async def test_timers_that_wake_early_or_late_lose_and_repeat_nothing(early: flo
     clock = Shaky()
     notes = Notes(clock)
     began = clock.now()
-    q = TinyQ(clock=clock)
+    q = TinyQ(clock=clock, behind_after=math.inf)  # to look for that each few seconds of a day takes long
     q.every(10, name="tick")(notes.tick)
     await q.start()
     await clock.advance(101.9)

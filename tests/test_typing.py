@@ -55,7 +55,7 @@ def pyright(folder: Path) -> Findings:
     return by_line((each["file"], each["range"]["start"]["line"] + 1, each["message"]) for each in report["generalDiagnostics"])
 
 
-@pytest.fixture(scope="module", params=[mypy, pyright], ids=["mypy", "pyright"])
+@pytest.fixture(scope="session", params=[mypy, pyright], ids=["mypy", "pyright"])
 def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Findings:
     found: Findings = request.param(tmp_path_factory.mktemp("checker"))
     return found
