@@ -76,7 +76,7 @@ def test_a_write_lock_that_outlasts_the_lease_takes_no_job_from_its_worker(fleet
 
 
 def test_a_file_that_is_locked_most_of_the_time_is_waited_for_by_everyone(fleet: Fleet) -> None:
-    members = [fleet.member({"note": 1}, lease=2) for _ in range(4)]
+    members = [fleet.member({"note": 1}, lease=10) for _ in range(4)]
 
     async def enqueue() -> None:
         async with TinyQ(fleet.db, worker=False) as q:
