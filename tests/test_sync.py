@@ -427,7 +427,7 @@ def test_the_configured_durability_holds(file: Path, monkeypatch: pytest.MonkeyP
     prepared = counted(monkeypatch, "prepare")
     for q in (TinyQ(file), TinyQ(file, synchronous="normal")):
         q.enqueue_sync("add", 1, durable=True)
-    assert [given[1:] for given in prepared] == [(str(file), "full"), (str(file), "normal")]  # type: ignore[index]
+    assert [given[1:3] for given in prepared] == [(str(file), "full"), (str(file), "normal")]  # type: ignore[index]
 
 
 def test_the_default_instance_takes_its_database_from_the_environment(file: Path) -> None:
