@@ -186,7 +186,8 @@ def test_four_processes_that_are_killed_and_stopped_at_random_keep_every_promise
 
 
 def test_no_process_survives_a_run_that_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, chaos.__file__, "--folder", str(tmp_path / "run"), "--rate", "5"]
+    options = ["--rate", "5", "--pause", "1000"]  # undisturbed: a process that is stopped does not see the run end
+    command = [sys.executable, chaos.__file__, "--folder", str(tmp_path / "run"), *options]
     with subprocess.Popen(command) as process:
         try:
             log = tmp_path / "run" / "producer.log"
@@ -197,5 +198,5 @@ def test_no_process_survives_a_run_that_is_killed(tmp_path: Path) -> None:
 
 
 def commands_with(argument: str) -> list[str]:
-    lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    lines = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
     return [line for line in lines if argument in line]
