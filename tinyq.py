@@ -7665,6 +7665,8 @@ class Crew:
         self._watched: dict[tuple[int, int, int | None], float] = {}
         self._stepped = (0, 0.0)
         self._spells = Spells(clock)
+        self.pace_wake = asyncio.Event()
+        self._watching = False  # how long due jobs wait
         self._behind: dict[tuple[str, str, bool], Overdue] = {}  # what has been told of
         self._took = {"claim": 0.0, "settlement": 0.0}  # seconds, the last time
         self._late: list[tuple[str, int, int]] = []  # recurring jobs that have missed fire times, to be told of
@@ -7695,6 +7697,8 @@ class Crew:
                     waiting.waits_for_room = False
                     waiting.wake.set()
         tier.hungry, tier.limited = claimed.more, claimed.limited
+        if (claimed.more or claimed.limited) and not self._watching:
+            self.pace_wake.set()
         await self._make_sure(tier, claimed.rows)
         if tier.durable:
             self.heed(claimed.paused)
@@ -8099,6 +8103,11 @@ class Crew:
 
     async def watch_pace(self, after: float, now: int) -> float:
         """Say once, until they have caught up, that due jobs wait for longer than so many seconds."""
+        began, self._watching = not self._watching, any(tier.hungry or tier.limited for tier in self.tiers) or bool(self._behind)
+        if not self._watching:
+            return math.inf
+        if began:  # what waits has not done so for long
+            return min(5.0, after / 2)
         late: dict[tuple[str, str, bool], Overdue] = {}
         for tier in self.tiers:
             if (tier.hungry or tier.limited) and tier.claiming:
@@ -9343,7 +9352,7 @@ class Engine(Inquiries):
             self._begin_tier(tier)
         self._begin("timeouts", self.crew.deadlines, self.crew.deadline_wake)
         if self.config.behind_after < math.inf:
-            self._begin("pace", functools.partial(self.crew.watch_pace, self.config.behind_after), asyncio.Event())
+            self._begin("pace", functools.partial(self.crew.watch_pace, self.config.behind_after), self.crew.pace_wake)
         if self.durable is not None:
             self._begin("durable outcomes", functools.partial(self.crew.settle, self.durable), self.crew.settle_wake, 5.0)
         for schedule in schedules:
