@@ -968,6 +968,10 @@ class Terms(Record):
     def limited(self) -> bool:
         return self.running < math.inf or self.total < math.inf or self.rate is not None
 
+    def fits(self, value: str | None) -> bool:
+        """Whether a stored value is of the kind that these limits go by: before a change of them it may have been another."""
+        return value is not None and (value == "") == (self.by is None)
+
     def ripe(self, first_run_at: int, count: int, now: int) -> bool:
         """Whether items wait no longer for others to go with, of which there are `count` with them."""
         return count >= self.size or first_run_at + self.window <= now
@@ -3138,7 +3142,7 @@ def stored_limit_value(handler: Handler, payload: str | None, version: int) -> s
     try:
         return limit_value(handler, decode_call(payload, version), written=True)
     except (Undecodable, PayloadError):  # its claim will say so
-        return ""
+        return "null" if cast(Terms, handler.terms).by else ""
 
 
 def misfit_hint(handler: Handler, kwargs: Mapping[str, Any]) -> str:
@@ -4240,16 +4244,18 @@ STRAYS: Final = (
     "SELECT seq, namespace, queue, task, limit_value, singly FROM tinyq_jobs WHERE ready = 3 AND lane = 0 LIMIT 500"
 )
 # Those that were stored without the value that their limits go by: by a process that knows the task by name alone, or before
-# it had a limit.
+# it had a limit, or one that went by something else.
 UNVALUED: Final = (
     "SELECT seq, queue, task, payload, payload_version, singly FROM tinyq_jobs "
-    "WHERE ready = 1 AND lane = ? AND limit_value IS NULL LIMIT 500"
+    "WHERE ready = 1 AND lane = ? AND limit_value IS ? LIMIT 500"
 )
+FRAGILE_UNVALUED: Final = UNVALUED.replace("ready = 1", "ready = 3")
 VALUE: Final = "UPDATE tinyq_jobs SET limit_value = ?, lane = ? WHERE seq = ?"
 HOLDERS: Final = (  # the calls that run: those of one claim, which may be many jobs, have begun at one moment
     "SELECT {what} FROM tinyq_jobs WHERE state = 'running' AND limit_value IS NOT NULL "
-    "AND namespace = ? AND task = ? AND limit_value = ?"
+    "AND namespace = ? AND task = ? AND limit_value BETWEEN ? AND ?"
 )
+LAST_VALUE: Final = "\U0010ffff"  # after all that there are
 FULL_AT: Final = "SELECT full_at FROM tinyq_rates WHERE namespace = ? AND task = ? AND value = ?"
 SPEND: Final = "INSERT INTO tinyq_rates VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET full_at = excluded.full_at"
 REGROUP: Final = "UPDATE tinyq_jobs SET singly = ?, lane = 0 WHERE seq = ?"
@@ -4386,7 +4392,8 @@ def lane_of(namespace: str, queue: str, task: str, value: str | None = None, sin
     and a task are a group, of which most have one: each value that limits go by has its own, and each kind of call. What a
     hand has inserted, or moved to another task or queue, has none at first: the number 0."""
     group = digest("\0".join((queue, task))) >> 40 << LANE_BITS
-    return cast(int, lane_range(namespace)["first"]) | group | digest("\0".join((queue, task, value or "", str(singly)))) >> 40
+    kind = (queue, task, *(() if value is None else (value,)), str(singly))  # what has no value yet has another than ''
+    return cast(int, lane_range(namespace)["first"]) | group | digest("\0".join(kind)) >> 40
 
 
 STATES: Final = {str(state): state for state in State}
@@ -4564,6 +4571,11 @@ class Lane(NamedTuple):
     slots: int  # that are free for it
     terms: Terms | None
 
+    @property
+    def unfit(self) -> bool:
+        """Whether its jobs were stored without the value that their limits go by now."""
+        return self.terms is not None and self.terms.limited and not self.terms.fits(self.value)
+
 
 LANES_AT_ONCE: Final = 100  # of one group that one claim looks at
 LOOK_ON: Final = 20_000  # microseconds until it looks at others, if all of these have to wait
@@ -4673,6 +4685,9 @@ def candidates(
     more, wait, since = bool(fragile), None, now
     for lane in (*lanes, *(fragile if room.fragile > 0 else ())):
         ripe_at, window = None, 0
+        if lane.unfit:  # of so many that some have to wait for the next claim
+            more = True
+            continue
         if lane.terms is None:
             found, full = plain_heads(db, room, lane)
             plain = (lane.queue, lane.task, lane.fragile, "", True)
@@ -4705,7 +4720,8 @@ def left_in_all(db: sqlite3.Connection, namespace: str, now: int, terms: Terms, 
     calls, items, wait = terms.total, math.inf, None
     if terms.total < math.inf:
         select = HOLDERS.format(what="count(*)" if terms.size == 1 else "count(DISTINCT worker || ' ' || started)")
-        calls -= sum(db.execute(select, (namespace, name, value)).fetchone()[0] for name in terms.names)
+        last = value if terms.by else LAST_VALUE  # what runs since these limits went by a parameter counts as well
+        calls -= sum(db.execute(select, (namespace, name, value, last)).fetchone()[0] for name in terms.names)
         calls = min(calls, 1) if terms.size > 1 else calls  # so that each has a moment of its own
     if terms.rate is not None:
         known = db.execute(FULL_AT, (namespace, terms.names[0], value)).fetchone()
@@ -4718,12 +4734,11 @@ def give_values(db: sqlite3.Connection, namespace: str, lanes: Sequence[Lane]) -
     """Have what was stored without it get the value that its limits go by. Whether there was any such job."""
     given = 0
     for lane in lanes:
-        terms = lane.terms
-        if terms is None or not terms.limited or lane.value is not None:
+        if not lane.unfit:
             continue
-        rows = []
-        for seq, queue, task, payload, version, singly in db.execute(UNVALUED, (lane.number,)).fetchall():
-            value = terms.value_of(payload, version)
+        rows, select = [], FRAGILE_UNVALUED if lane.fragile else UNVALUED
+        for seq, queue, task, payload, version, singly in db.execute(select, (lane.number, lane.value)).fetchall():
+            value = cast(Terms, lane.terms).value_of(payload, version)
             rows.append((value, lane_of(namespace, queue, task, value, singly), seq))
         given += db.executemany(VALUE, rows).rowcount if rows else 0
     return given > 0
@@ -4744,7 +4759,7 @@ def look_for_due(db: sqlite3.Connection, namespace: str, room: Room, now: int) -
     lanes, fragile, full = due_lanes(db, namespace, room, first, first_fragile, now)
     if not lanes and (not fragile or room.fragile <= 0):
         return Claimed((), next_at, full or bool(fragile), paused)
-    if any(lane.terms is None or (lane.terms.limited and lane.value is None) for lane in (*lanes, *fragile)):
+    if any(lane.terms is None or lane.unfit for lane in (*lanes, *fragile)):
         return None
     choice = candidates(db, namespace, room, lanes, fragile, now)
     if choice.seqs:
@@ -4764,7 +4779,7 @@ def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, 
         next_at = now if len(strays) == 500 else next_at
     room = room.without(paused)
     lanes, fragile, full = due_lanes(db, namespace, room, first, first_fragile, now)
-    if give_values(db, namespace, lanes):
+    if give_values(db, namespace, (*lanes, *fragile)):
         next_at, (lanes, fragile, full) = now, due_lanes(db, namespace, room, first, first_fragile, now)
     choice = candidates(db, namespace, room, lanes, fragile, now, Share(worker, now - (lease - now)))
     for task, value, rate, count in choice.spent:
