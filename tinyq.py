@@ -4089,7 +4089,7 @@ JOBS: Final = (
         payload TEXT, result TEXT, progress TEXT  -- last: SQLite reads a row from its start, up to the last column asked for
     ) STRICT""",
     """CREATE TRIGGER tinyq_moved AFTER UPDATE OF namespace, queue, task ON tinyq_jobs BEGIN
-        UPDATE tinyq_jobs SET lane = 0, limit_value = NULL WHERE seq = new.seq
+        UPDATE tinyq_jobs SET lane = 0, limit_value = CASE WHEN new.state = 'running' THEN limit_value END WHERE seq = new.seq
             AND (new.namespace, new.queue, new.task) IS NOT (old.namespace, old.queue, old.task);
     END""",
     # Only what may start now is in the claim index: its size, and so the cost of a claim, ignores everything else.
@@ -4240,8 +4240,8 @@ FRAGILE_LANES: Final = LANES.replace("ready = 1", "ready = 3")
 FRAGILE_GATED: Final = GATED_HEADS.replace("ready = 1", "ready = 3")
 FRAGILE_HEADS: Final = LANE_HEADS.replace("ready = 1", "ready = 3")
 STRAYS: Final = (
-    "SELECT seq, namespace, queue, task, limit_value, singly FROM tinyq_jobs WHERE ready = 1 AND lane = 0 UNION ALL "
-    "SELECT seq, namespace, queue, task, limit_value, singly FROM tinyq_jobs WHERE ready = 3 AND lane = 0 LIMIT 500"
+    "SELECT seq, namespace, queue, task, NULL, singly FROM tinyq_jobs WHERE ready = 1 AND lane = 0 UNION ALL "
+    "SELECT seq, namespace, queue, task, NULL, singly FROM tinyq_jobs WHERE ready = 3 AND lane = 0 LIMIT 500"
 )
 # Those that were stored without the value that their limits go by: by a process that knows the task by name alone, or before
 # it had a limit, or one that went by something else.
@@ -4521,6 +4521,8 @@ def reschedule(db: sqlite3.Connection, known: JobRow, row: JobRow, now: int) -> 
     )  # fmt: skip
     if all(getattr(known, name) == getattr(row, name) for name in told):
         return Inserted(known, "existing")
+    if known.state is State.RUNNING:  # where it counts until its end; its next claim finds out the value anew
+        row.lane, row.limit_value = 0, known.limit_value
     db.execute(RESCHEDULE, {name: getattr(row, name) for name in told})
     if afresh:
         db.execute(START_AFRESH, (row.run_at, row.fire_time, claimable(row.run_at, 0, now), known.seq))
@@ -4775,7 +4777,7 @@ def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, 
         next_at = now if moved == 500 else next_at
     if first == 0 or first_fragile == 0:
         strays = [(lane_of(*where), seq) for seq, *where in db.execute(STRAYS).fetchall()]
-        db.executemany("UPDATE tinyq_jobs SET lane = ? WHERE seq = ?", strays)
+        db.executemany("UPDATE tinyq_jobs SET lane = ?, limit_value = NULL WHERE seq = ?", strays)
         next_at = now if len(strays) == 500 else next_at
     room = room.without(paused)
     lanes, fragile, full = due_lanes(db, namespace, room, first, first_fragile, now)
