@@ -581,16 +581,23 @@ class Rate(Value):
     def _each(self) -> float:
         return self.per * 1e6 / self.limit  # microseconds in which one token comes
 
+    def _ahead(self, full_at: float | None, now: int) -> float:
+        """How long it takes until the bucket is full. A moment that a clock's step back has left behind is not believed."""
+        ahead, longest = max((full_at or now) - now, 0.0), self.burst * self._each
+        return min(ahead, longest) if ahead <= 2 * longest else 0.0
+
     def tokens(self, full_at: float | None, now: int) -> tuple[int, int]:
-        """How many there are now, and when there is one at the latest. A moment that a clock's step back has left behind is
-        not believed."""
-        ahead = min(max((full_at or now) - now, 0.0), self.burst * self._each)
+        """How many there are now, and when there is one again."""
+        ahead = self._ahead(full_at, now)
         count = int((self.burst * self._each - ahead) / self._each + 1e-6)
-        return count, now if count else math.ceil(now + ahead - (self.burst - 1) * self._each)
+        return count, now if count else now + max(1, math.ceil(ahead - (self.burst - 1) * self._each))
 
     def spend(self, full_at: float | None, now: int, count: int) -> float:
-        """When the bucket will be full again after so many have been taken."""
-        return now + min(max((full_at or now) - now, 0.0), self.burst * self._each) + count * self._each
+        """When the bucket will be full again after so many have been taken. Rounded up: a moment holds quarters of microseconds,
+        and what each start gained would add up."""
+        since = now + self._ahead(full_at, now)
+        later = since + count * self._each
+        return later if later - since >= count * self._each else math.nextafter(later, math.inf)
 
 
 class HasTransactions(Protocol):
@@ -4258,6 +4265,10 @@ HOLDERS: Final = (  # the calls that run: those of one claim, which may be many 
 LAST_VALUE: Final = "\U0010ffff"  # after all that there are
 FULL_AT: Final = "SELECT full_at FROM tinyq_rates WHERE namespace = ? AND task = ? AND value = ?"
 SPEND: Final = "INSERT INTO tinyq_rates VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET full_at = excluded.full_at"
+SWEEP: Final = (  # buckets that are full are as good as unknown: of some, anywhere, those that are
+    "DELETE FROM tinyq_rates WHERE rowid IN (SELECT rowid FROM tinyq_rates WHERE rowid >= "
+    "(SELECT (random() & 0x7fffffffffffffff) % max(rowid) FROM tinyq_rates) LIMIT 3) AND full_at <= ?"
+)
 REGROUP: Final = "UPDATE tinyq_jobs SET singly = ?, lane = 0 WHERE seq = ?"
 COME_DUE: Final = (
     "UPDATE tinyq_jobs SET ready = CASE WHEN lost > 0 THEN 3 ELSE 1 END WHERE seq IN (SELECT seq FROM tinyq_jobs "
@@ -4787,6 +4798,7 @@ def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, 
     for task, value, rate, count in choice.spent:
         known = db.execute(FULL_AT, (namespace, task, value)).fetchone()
         db.execute(SPEND, (namespace, task, value, rate.spend(known[0] if known else None, now, count)))
+        db.execute(SWEEP, (now,))
     rows = whole_rows(db, take(db, namespace, choice, worker, lease, now), worker, lease, now)
     return Claimed(rows, soonest(next_at, choice.wait), full or choice.more, paused, choice.limited)
 
