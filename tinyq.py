@@ -3130,7 +3130,7 @@ def limit_value(handler: Handler, call: Arguments, *, written: bool = False) -> 
     value, place = signature.parameters[name].default, names.index(name)
     if name in kwargs:
         value = kwargs[name]
-    elif place < len(args):
+    elif place < len(args) and signature.parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY:
         value = args[place]
     else:
         written = False
@@ -3158,6 +3158,8 @@ def misfit_hint(handler: Handler, kwargs: Mapping[str, Any]) -> str:
     for word in kwargs:
         if word not in known and word in CHECKS:
             return f"; {word} is an option: write task.options({word}=…).enqueue(…) or tinyq.enqueue(task, …, {word}=…)"
+        if word not in known and word in LIMITS:
+            return f"; {word} belongs to the task, since it is for all its jobs: @task({word}=…)"
         if word not in known:
             return did_you_mean(word, (*known, *CHECKS))
     return ""
