@@ -4593,12 +4593,12 @@ class Lane(NamedTuple):
 
 
 LANES_AT_ONCE: Final = 100  # of one group that one claim looks at
-LOOK_ON: Final = 20_000  # microseconds until it looks at others, if all of these have to wait
+LOOK_ON: Final = 20_000  # microseconds until it looks at others
 
 
 def lanes_of_group(db: sqlite3.Connection, namespace: str, first: int, last: int, fragile: bool, now: int) -> list[Any]:
     """(queue, task, value, lane) of some lanes; of more than are looked at, others each time."""
-    lanes, start = FRAGILE_LANES if fragile else LANES, first + now * 7_919 % (last - first + 1)
+    lanes, start = FRAGILE_LANES if fragile else LANES, first + digest(str(now)) % (last - first + 1)
     some = {"namespace": namespace, "first": start, "last": last, "most": LANES_AT_ONCE}
     found = db.execute(lanes, some).fetchall()
     if (most := LANES_AT_ONCE - len(found)) > 0:
@@ -4722,7 +4722,7 @@ def candidates(
         most = share.of(db, namespace, most)
     picked = room.pick((head[3] for head in heads), limits, most)
     left_for_others = now + FRESH_FOR if most < len(heads) else None
-    look_on = now + LOOK_ON if not picked and len(lanes) >= LANES_AT_ONCE else None
+    look_on = now + LOOK_ON if len(lanes) >= LANES_AT_ONCE else None
     gated = all(lane.terms is not None for lane in (*lanes, *fragile))
     wait = soonest(wait, limits.wait, left_for_others, look_on)
     more = more or len(picked) + limits.refused < len(heads)
