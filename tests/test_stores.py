@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -10,7 +11,7 @@ from typing import Any, get_args
 import pytest
 
 import tinyq
-from tinyq import JobRow, KeyConflict, MemoryStore, OnConflict, Room, Settlement, SQLiteStore, State, Store, new_id
+from tinyq import JobRow, KeyConflict, MemoryStore, OnConflict, Room, Settlement, SQLiteStore, State, Store, Terms, new_id
 
 SECOND = 1_000_000
 NOW = 1_767_268_800 * SECOND  # noon of the first day of 2026
@@ -1244,3 +1245,148 @@ async def test_jobs_that_have_been_due_for_long_are_told_by_queue_and_task(store
     assert found == [("default", "send", "", NOW - 9, 3), ("reports", "report", '"a"', NOW - 8, 1)]
     await store.pause(["reports"])
     assert [late.queue for late in await store.overdue(NOW)] == ["default"]
+
+
+# limits
+
+
+def limited(*, slots: int = 10, busy: Mapping[tuple[str, str], int] | None = None, **terms: Terms) -> Room:
+    """Room for tasks with these limits, and for `send`, which has none."""
+    tasks = dict.fromkeys(("send", *terms), False)
+    return room(slots, tasks)._replace(terms=terms, busy=busy or {})
+
+
+def terms(name: str, **limits: Any) -> Terms:
+    return Terms(names=(name,), value_of=lambda payload, version: "", **limits)
+
+
+async def test_a_claim_takes_no_more_than_a_limit_leaves_and_what_else_there_is(store: Store) -> None:
+    await store.insert([*(job("report", limit_value="", priority=5) for _ in range(8)), *(job() for _ in range(8))], NOW)
+    where = limited(slots=6, report=terms("report", running=3), busy={("report", ""): 1})
+    assert [row.task for row in await claim(store, where)] == ["report"] * 2 + ["send"] * 4
+    assert [row.task for row in await claim(store, where._replace(busy={("report", ""): 3}))] == ["send"] * 4
+    assert [row.task for row in await claim(store, where._replace(busy={("report", ""): 2}))] == ["report"]
+
+
+async def test_a_task_that_is_over_its_limit_starts_nothing(store: Store) -> None:
+    await store.insert([job("report", limit_value="")], NOW)
+    where = limited(report=terms("report", running=2), busy={("report", ""): 5})
+    claimed = await store.claim(where, "w1", LEASE, NOW)
+    assert ([*claimed.rows], claimed.more, claimed.next_at) == ([], True, None)
+
+
+async def test_each_value_has_the_limit_for_itself(store: Store) -> None:
+    await store.insert([job("report", limit_value=value) for value in "aaabbc"], NOW)
+    where = limited(report=terms("report", running=2, by="account"), busy={("report", "b"): 1})
+    assert [row.limit_value for row in await claim(store, where)] == ["a", "a", "b", "c"]
+
+
+async def test_jobs_at_their_limit_are_taken_by_priority_and_then_in_order(store: Store) -> None:
+    rows = [job("report", limit_value="", priority=priority) for priority in (0, 5, -5, 5, 0)]
+    await store.insert(rows, NOW)
+    where, order = limited(report=terms("report", running=1)), list[bytes]()
+    for _ in rows:
+        [row] = await claim(store, where)
+        order.append(row.id)
+        await settle(store, row, keep=False)
+    assert order == [rows[n].id for n in (1, 3, 0, 4, 2)]
+
+
+async def test_a_limit_counts_the_fragile_with_the_others(store: Store) -> None:
+    taken = await fragile_rows(store, *(job("report", limit_value="") for _ in range(2)))
+    await store.insert([job("report", limit_value="") for _ in range(3)], NOW)
+    now = LEASE + 1
+    where = limited(report=terms("report", running=2))
+    assert [row.seq for row in await claim(store, where, now)] == [taken[0].seq, taken[1].seq + 1]
+
+
+async def test_a_rate_gives_its_tokens_and_then_says_when_there_is_another(store: Store) -> None:
+    await store.insert([job("mail", limit_value="") for _ in range(9)], NOW)
+    where = limited(mail=terms("mail", rate=tinyq.Rate(3, per=30)))
+    for now, count, next_at in [(0, 3, None), (0, 0, 10), (9, 0, 10), (10, 1, None), (10, 0, 20), (35, 2, None), (35, 0, 40)]:
+        claimed = await store.claim(where, "w1", LEASE, NOW + now * SECOND)
+        assert len(claimed.rows) == count
+        if next_at is not None:
+            assert claimed.next_at == NOW + next_at * SECOND
+
+
+async def test_a_rate_says_nothing_of_a_time_at_which_something_else_holds_the_job(store: Store) -> None:
+    await store.insert([job("mail", limit_value="") for _ in range(3)], NOW)
+    where = limited(mail=terms("mail", running=1, rate=tinyq.Rate(1, per=30)))
+    assert len(await claim(store, where)) == 1
+    claimed = await store.claim(where._replace(busy={("mail", ""): 1}), "w1", LEASE, NOW)
+    assert ([*claimed.rows], claimed.next_at) == ([], None)
+    assert (await store.claim(where, "w1", LEASE, NOW)).next_at == NOW + 30 * SECOND
+
+
+async def test_a_job_that_finds_no_slot_takes_no_token(store: Store) -> None:
+    await store.insert([job("mail", limit_value="") for _ in range(5)], NOW)
+    where = limited(slots=1, mail=terms("mail", rate=tinyq.Rate(3, per=3600)))
+    for count in (1, 1, 1, 0):
+        assert len(await claim(store, where)) == count
+
+
+async def test_a_replaced_job_counts_for_its_new_value(store: Store) -> None:
+    await store.insert([job("report", key="k", limit_value="a")], NOW)
+    await store.insert([job("report", key="k", limit_value="b", on_conflict="replace")], NOW)
+    where = limited(report=terms("report", running=1, by="account"), busy={("report", "b"): 1})
+    assert await claim(store, where) == []
+    [row] = await claim(store, where._replace(busy={("report", "a"): 1}))
+    assert row.limit_value == "b"
+
+
+async def test_a_job_keeps_its_value_over_retries_and_requeues(store: Store) -> None:
+    row = await running(store, limit_value='"a"')
+    await settle(store, row, State.PENDING)
+    [row] = await claim(store)
+    assert row.limit_value == '"a"'
+    await settle(store, row, State.DEAD)
+    await store.requeue([row.id], NOW)
+    [row] = await claim(store)
+    assert row.limit_value == '"a"'
+
+
+async def test_values_without_room_in_any_number_leave_the_one_that_has_some(store: Store) -> None:
+    values = [f"{n}" for n in range(250)]
+    await store.insert([job("report", limit_value=value) for value in values], NOW)
+    busy = {("report", value): 1 for value in values if value != "137"}
+    where, found, now = limited(report=terms("report", running=1, by="account"), busy=busy), list[JobRow](), NOW
+    for _ in range(40):
+        claimed = await store.claim(where, "w1", now + LEASE, now)
+        found += claimed.rows
+        now = claimed.next_at or now
+    assert [row.limit_value for row in found] == ["137"]
+
+
+async def test_a_claim_takes_what_a_walk_through_the_sorted_jobs_would_take(store: Store) -> None:
+    for seed in range(60):
+        dice = random.Random(seed)
+        limits = {
+            "report": terms("report", running=dice.choice([1, 2, 5]), by="account"),
+            "mail": terms("mail", running=dice.choice([1, 3, float("inf")]), rate=tinyq.Rate(dice.randint(1, 4), per=3600)),
+        }
+        values: dict[str, list[str | None]] = {"report": ["a", "b", "c"], "mail": [""], "send": [None]}
+        rows = []
+        for _ in range(dice.randint(1, 25)):
+            task, moment = dice.choice([*values]), NOW - dice.randint(0, 3)
+            rows.append(job(task, priority=dice.randint(-1, 1), run_at=moment, limit_value=dice.choice(values[task])))
+            rows[-1].queue = dice.choice(["default", "own"])
+        await store.insert(rows, NOW)
+        order = {row.id: n for n, row in enumerate(rows)}
+        busy = {(task, value or ""): dice.randint(1, 2) for task in limits for value in values[task] if dice.random() < 0.4}
+        pools = {"default": dice.randint(0, 8), "own": dice.randint(0, 3)}
+        where = limited(slots=pools["default"], busy=busy, **limits)._replace(named={"own": pools["own"]})
+        expected, calls = list[int](), Counter(busy)
+        tokens = {"mail": limits["mail"].rate.limit if limits["mail"].rate else 0}
+        for row in sorted(rows, key=lambda row: (-row.priority, row.run_at, order[row.id])):
+            bound, place = limits.get(row.task), (row.task, row.limit_value or "")
+            if pools[row.queue] > 0 and (bound is None or calls[place] < bound.running) and tokens.get(row.task, 1) > 0:
+                expected.append(order[row.id])
+                pools[row.queue] -= 1
+                calls[place] += bound is not None
+                tokens[row.task] = tokens.get(row.task, 10**6) - 1
+        now = NOW + seed * 4 * 3600 * SECOND  # each time with a full bucket
+        claimed = await claim(store, where, now)
+        assert sorted(order[row.id] for row in claimed) == sorted(expected), seed
+        await store.settle([outcome(row, keep=False) for row in claimed], now)
+        await store.cancel([row.id for row in rows], "over", now, now)

@@ -404,6 +404,18 @@ tinyq.configure(7)  # error
 tinyq.configure(on_dead=7)  # error
 tinyq.on_dead(7)  # error
 tinyq.task(on_lost="ignore")  # error
+tinyq.task(max_running="3")  # error
+tinyq.task(max_running_total=2.5)  # error
+tinyq.task(rate=100)  # error
+tinyq.task(rate=tinyq.Rate("100"))  # error
+tinyq.task(max_running=1, limit_by=7)  # error
+tinyq.Rate()  # error
+tinyq.Rate(100, every=60)  # error
+tinyq.Rate(100, per="1 min")  # error
+tinyq.Rate(100).limit = 5  # error
+tinyq.every(10, max_running="1")  # error
+tinyq.TinyQ(max_running=1)  # error
+send.options(max_running=1)  # error
 
 
 class Unsteady:

@@ -59,6 +59,15 @@ def total(numbers: list[int], /) -> float:
     return sum(numbers)
 
 
+@tinyq.task(max_running=3, max_running_total=5, rate=tinyq.Rate(100, per=timedelta(minutes=1), burst=10), limit_by="account")
+async def bill(account: int) -> str:
+    return str(account)
+
+
+@tinyq.every(10, max_running=1, rate=tinyq.Rate(1), overlap="allow")
+async def check() -> None: ...
+
+
 @tinyq.task()
 async def ping() -> None: ...
 
