@@ -8173,7 +8173,7 @@ class Crew:
             took = f", for up to {longest:.1f} s" if 0 < longest < math.inf else ""
             taken = f"all its slots are taken, by {names or 'jobs that start'}{took}"
             return f"{taken}: more slots ({room}) or another process would help"
-        if terms is not None and terms.limited:
+        if terms is not None and (terms.rate is not None or terms.total < math.inf):
             shared = [f"max_running_total={terms.total}"] * (terms.total < math.inf) + ["rate"] * (terms.rate is not None)
             return f"its {' or its '.join(shared)} lets no more start: raise it, or let them wait"
         if slots.threads <= 0:
