@@ -736,6 +736,37 @@ async def test_processes_share_one_limit_and_what_ends_in_one_lets_another_start
     assert gate.most == 3
 
 
+async def test_a_process_hears_at_once_that_a_job_of_another_has_made_room(open_file: Open, gate: Gate) -> None:
+    first = await open_file(concurrency=1)
+    task = held(first, gate, durable=True, max_running_total=1)
+    blocker = held(first, gate, name="blocker", durable=True, queue="own", priority=9)
+    await task.enqueue("first")
+    await eventually(lambda: gate.started == ["first"])
+    second = await open_file(queues={"own": 0})
+    held(second, gate, durable=True, max_running_total=1)
+    await task.enqueue("second")
+    await blocker.enqueue("blocker")
+    await quiet()
+    gate.open("first")
+    await eventually(lambda: sorted(gate.started[1:]) == ["blocker", "second"])  # while no time passes
+    assert gate.inside == {"first": 0, "blocker": 1, "second": 1}
+
+
+async def test_best_effort_and_durable_jobs_of_one_task_take_turns_at_its_limit(
+    open_file: Open, clock: FakeClock, gate: Gate
+) -> None:
+    task = held(await open_file(), gate, max_running=1)
+    await task.enqueue("first")
+    await eventually(lambda: gate.started)
+    for n in range(20):
+        await task.options(durable=n % 2 == 0).enqueue(("best-effort", "durable")[n % 2 == 0])
+    gate.open()
+    await eventually(lambda: len(gate.started) == 21, clock)
+    kinds = gate.started[1:]
+    assert {*kinds[:10]} == {"best-effort", "durable"}
+    assert gate.most == 1
+
+
 async def test_each_process_has_a_limit_of_its_own_of_what_runs_in_it(
     open_file: Open, clock: FakeClock, gate: Gate, file: Path
 ) -> None:
