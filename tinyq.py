@@ -3061,6 +3061,8 @@ def make_handler(
 
 def item_hint(hint: Any) -> Any:
     """Of a list's annotation, or that of a list or None, the type of its items; None if it is no list's."""
+    while origin_name(hint) == "Annotated":
+        hint = get_args(hint)[0]
     members = [member for member in get_args(hint) if member is not type(None)] if origin_name(hint) in UNIONS else [hint]
     kinds = [get_origin(member) or member for member in members]
     if len(members) != 1 or (kinds[0] is not Any and CONTAINERS.get(kinds[0]) not in (list, tuple)):
@@ -3083,10 +3085,10 @@ def make_batch(handler: Handler) -> None:
         )
     result = item_hint(hints["return"])
     handler.signature = signature.replace(
-        parameters=[given[0].replace(annotation=hint)],
+        parameters=[given[0].replace(annotation=hint, default=inspect.Parameter.empty)],  # each job has its item
         return_annotation=inspect.Signature.empty if result is None else result,
     )
-    handler.batch, handler.fewest, handler.most = True, min(handler.fewest, 1), 1
+    handler.batch, handler.fewest, handler.most = True, 1, 1
 
 
 def set_terms(handler: Handler, terms: Mapping[str, Any]) -> None:
