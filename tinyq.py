@@ -3096,10 +3096,7 @@ def set_terms(handler: Handler, terms: Mapping[str, Any]) -> None:
     not give it."""
     by, known = terms.get("limit_by"), list(handler.signature.parameters) if handler.signature else []
     if handler.batch and by is not None and by not in known:
-        kind: Any = handler_hints(handler)[known[0]]
-        known += (
-            getattr(kind, "model_fields", None) or getattr(kind, "__annotations__", None) or ([by] if kind in ANY_DICT else ())
-        )
+        known += fields_of(handler_hints(handler)[known[0]], by)
     parameter = handler.signature.parameters.get(by) if handler.signature and by is not None else None
     open_ended = parameter is not None and parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     if by is not None and (by not in known or open_ended):
@@ -3116,7 +3113,15 @@ def set_terms(handler: Handler, terms: Mapping[str, Any]) -> None:
     )
 
 
-ANY_DICT: Final = (Any, dict)  # and what is made of these
+def fields_of(kind: Any, name: str) -> Iterable[str]:
+    """The fields of an item; of one that may have any, this one."""
+    kind = get_origin(kind) or kind
+    fields = getattr(kind, "model_fields", None) or getattr(kind, "__dataclass_fields__", None)
+    if fields is None and hasattr(kind, "__required_keys__"):
+        fields = kind.__annotations__
+    return fields or ([name] if kind is Any or CONTAINERS.get(kind) is dict else ())
+
+
 VALUE_LENGTH: Final = 200  # characters; of a longer value its hash is stored
 
 
