@@ -6411,10 +6411,16 @@ class BatchCall(Running):
     def __init__(self, tier: Tier, items: Sequence[Running]) -> None:
         first = items[0]
         super().__init__(first.id, first.task, first.queue, first.priority, first.run_at, first.created)
-        self.tier, self.handler, self.items, self.left = tier, first.handler, items, len(items)
+        self.tier, self.handler, self.left = tier, first.handler, len(items)
         self.settings = max((item.settings for item in items), key=lambda settings: settings.timeout)
-        self.seq, self.claim_no, self.attempts, self.lost = first.seq, first.claim_no, first.attempts, first.lost
-        self.headers, self.fire_time, self.limit_value = first.headers, first.fire_time, first.limit_value
+        self.lost, self.limit_value = first.lost, first.limit_value
+        self.hold(items)
+
+    def hold(self, items: Sequence[Running]) -> None:
+        """It is a call for these. (What it has taken, a slot of some kind, stays the same.)"""
+        self.items, first = items, items[0]
+        for name in ("id", "priority", "run_at", "created", "seq", "claim_no", "attempts", "headers", "fire_time"):
+            setattr(self, name, getattr(first, name))
 
     def stop_for(self, why: Why) -> None:
         """One of its jobs is to stop. What concerns that one alone does not stop the others."""
@@ -6603,7 +6609,8 @@ class CurrentJob:
         starts with none. From a process of its own (`run_in`) it is handed on at once, without waiting for anything. A store that
         fails is one WARNING. Raises TypeError, or ValueError if it is not between 0 and 1.
         """
-        return report_progress(self._job, fraction, message)
+        job = self._job.items[0] if isinstance(self._job, BatchCall) else self._job
+        return report_progress(job, fraction, message)
 
 
 _current: contextvars.ContextVar[Running] = contextvars.ContextVar("tinyq_current_job")
@@ -7272,7 +7279,8 @@ async def call_batch(call: BatchCall, threads: Threads, clock: Clock, ended: Cal
             kept.append(item)
             values += (*found[0], *found[1].values())
     if kept:
-        call.items, call.args = kept, (values,)
+        call.hold(kept)
+        call.args = (values,)
         kept[0].deadline = call.deadline  # one for all
         await call_handler(call, threads, clock, functools.partial(spread, ended))
 
