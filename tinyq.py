@@ -979,9 +979,9 @@ class Terms(Record):
         """Whether a stored value is of the kind that these limits go by: before a change of them it may have been another."""
         return value is not None and (value == "") == (self.by is None)
 
-    def ripe(self, first_run_at: int, count: int, now: int) -> bool:
-        """Whether items wait no longer for others to go with, of which there are `count` with them."""
-        return count >= self.size or first_run_at + self.window <= now
+    def ripe_at(self, moments: Iterable[int], count: int) -> int:
+        """When items of a lane, `count` of them, wait no longer for others to go with. `moments`: when they came due."""
+        return 0 if count >= self.size or self.window == 0 else min(moments) + self.window
 
 
 class Handler(Record):
@@ -3791,8 +3791,9 @@ class MemoryStore:
             if terms is not None:
                 while heap and self._stale(heap[0]):
                     heapq.heappop(heap)
-                if heap and not (alone or ready == FRAGILE or terms.ripe(heap[0][1], len(heap), now)):
-                    ripe_at = min(heap[0][1] + terms.window, ripe_at or FOREVER)
+                moments = (entry[1] for entry in heap if not self._stale(entry))
+                if heap and not (alone or ready == FRAGILE) and (wait := terms.ripe_at(moments, len(heap))) > now:
+                    ripe_at = soonest(ripe_at, wait)
                     limits.block(terms, value or "")
                     continue
                 most = limits.most(terms, value or "", most)
@@ -4658,9 +4659,9 @@ def gated_heads(db: sqlite3.Connection, room: Room, lane: Lane, limits: Limits, 
         return [], None
     select = FRAGILE_GATED if lane.fragile else GATED_HEADS
     found = db.execute(select, (lane.number, max(terms.size, min(most, GROUP_OF_ITEMS)))).fetchall()
-    if found and terms.window and not (lane.fragile or found[0][5] or terms.ripe(found[0][1], len(found), now)):
+    if found and not (lane.fragile or found[0][5]) and (wait := terms.ripe_at((row[1] for row in found), len(found))) > now:
         limits.block(terms, lane.value or "")
-        return [], found[0][1] + terms.window
+        return [], wait
     return found[:most], None
 
 
