@@ -9901,7 +9901,7 @@ class KitCrew(Crew):
         self.died: list[JobRow] = []
 
     def _over(self, job: Running, outcome: Outcome) -> None:
-        self.calls += outcome.kind not in UNCALLED
+        self.calls += outcome.kind not in UNCALLED and (job.call is None or job is job.call.items[0])
         super()._over(job, outcome)
         if job.tier.durable:
             now = self._clock.time()
@@ -10049,7 +10049,7 @@ class KitEngine(Engine):
         return True
 
     async def _finish(self, job: Running) -> None:
-        runner, limit = job.runner, job.settings.timeout
+        runner, limit = job.runner, (job.call or job).settings.timeout
         if runner is None:
             return
         try:
