@@ -9599,6 +9599,7 @@ class Engine(Inquiries):
     async def _shut_down(self) -> None:
         for wake in (*self._wakes, *self._room):
             wake.set()
+        self.memory.terms = {name: Terms(**vars(terms) | {"window": 0}) for name, terms in self.terms.items()}
         await self._wait_for_jobs()
         self.memory.claiming = False
         stuck = await self._cancel_jobs()
