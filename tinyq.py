@@ -8159,7 +8159,9 @@ class Crew:
         for tier in self.tiers:
             if (tier.hungry or tier.limited) and tier.claiming:
                 for found in await tier.store.overdue(later(now, -after)):
-                    if self._slots.room(tier).wants(found.queue, found.task):
+                    terms = tier.terms.get(found.task)
+                    waits = terms is not None and found.since + terms.window >= later(now, -after)
+                    if self._slots.room(tier).wants(found.queue, found.task) and not waits:
                         late.setdefault((found.queue, found.task, tier.durable), found)
         for name, found in late.items():
             if name not in self._behind:
