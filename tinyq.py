@@ -7305,6 +7305,8 @@ def outcomes_of(call: BatchCall, outcome: Outcome) -> Sequence[Outcome]:
         got = f"{len(values)} values" if isinstance(values, (list, tuple)) else f"a {type_name(type(values))}"
         error = TypeError(f"a batch handler returns None, or a list of one value for each item: {got} for {count} items")
         outcome = Outcome("failed", error=error)
+    if outcome.kind == "interrupted" and call.why is None and count > 1:  # not by tinyq: it was the handler's doing, or another's
+        outcome = Outcome("failed", error=asyncio.CancelledError("its task was cancelled"))
     if outcome.kind in ("failed", "timeout") and count > 1 and not isinstance(outcome.error, RetryAfter):
         told = error_text(cast(BaseException, outcome.error))
         log.warning(
