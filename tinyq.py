@@ -9603,7 +9603,7 @@ class Engine(Inquiries):
     async def _shut_down(self) -> None:
         for wake in (*self._wakes, *self._room):
             wake.set()
-        self.memory.terms = {name: Terms(**vars(terms) | {"window": 0}) for name, terms in self.terms.items()}
+        self.memory.terms = {name: Terms(**cast(Any, vars(terms) | {"window": 0})) for name, terms in self.terms.items()}
         await self._wait_for_jobs()
         self.memory.claiming = False
         stuck = await self._cancel_jobs()
@@ -10509,6 +10509,16 @@ class AsyncTask(Task[P, Coroutine[object, Never, R_co], R_co]):
         return cast(R_co, await self._handler.fn(*args, **kwargs))
 
 
+if TYPE_CHECKING:
+
+    class BatchTask(Task[[T], C_co, Any]):
+        """As type checkers see the task of a batch handler: enqueued with one item, and called with a list."""
+
+        @property
+        def fn(self) -> Callable[[list[T]], C_co]: ...  # type: ignore[override]
+        def __call__(self, items: list[T], /, *args: Any, **kwargs: Any) -> C_co: ...  # type: ignore[override]
+
+
 class Call(Generic[P, R_co]):
     """A task with options for the next call; see `Task.options`."""
 
@@ -10542,7 +10552,12 @@ class Decorator(Protocol):
 class BatchDecorator(Protocol):
     """What `batch(…)` returns."""
 
-    def __call__(self, fn: Callable[Concatenate[list[T], ...], Any], /) -> Task[[T], Any, Any]: ...
+    @overload
+    def __call__(
+        self, fn: Callable[Concatenate[list[T], ...], Coroutine[Any, Any, R]], /
+    ) -> BatchTask[T, Coroutine[object, Never, R]]: ...
+    @overload
+    def __call__(self, fn: Callable[Concatenate[list[T], ...], R], /) -> BatchTask[T, R]: ...
 
 
 # ── 35. Test kit ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -11001,6 +11016,8 @@ class TinyQ:
     @overload
     async def enqueue(self, fn: str, /, *args: Any, **kwargs: Any) -> Job[Any]: ...
     @overload
+    async def enqueue(self, fn: BatchTask[T, Any], item: T, /, **options: Unpack[Options]) -> Job[Any]: ...
+    @overload
     async def enqueue(self, fn: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs) -> Job[R]: ...
     @overload
     async def enqueue(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Job[R]: ...
@@ -11066,6 +11083,8 @@ class TinyQ:
 
     @overload
     def enqueue_sync(self, fn: str, /, *args: Any, **kwargs: Any) -> Job[Any]: ...
+    @overload
+    def enqueue_sync(self, fn: BatchTask[T, Any], item: T, /, **options: Unpack[Options]) -> Job[Any]: ...
     @overload
     def enqueue_sync(self, fn: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs) -> Job[R]: ...
     @overload
