@@ -7317,8 +7317,13 @@ def outcomes_of(call: BatchCall, outcome: Outcome) -> Sequence[Outcome]:
 
 
 def outcome_of_item(value: object) -> Outcome:
-    if isinstance(value, BaseException):
-        return outcome_of(value)
+    try:
+        if isinstance(value, type) and issubclass(value, BaseException):
+            value = value()  # as `raise` does
+        if isinstance(value, BaseException):
+            return outcome_of(value)
+    except Exception as error:  # as in call_handler: of an exception that was not made as it should be
+        return Outcome("failed", error=value if isinstance(value, BaseException) else error)
     return DONE if value is None else Outcome("done", value)
 
 
