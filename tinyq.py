@@ -7308,11 +7308,12 @@ def outcomes_of(call: BatchCall, outcome: Outcome) -> Sequence[Outcome]:
     if outcome.kind == "interrupted" and call.why is None and count > 1:  # not by tinyq: it was the handler's doing, or another's
         outcome = Outcome("failed", error=asyncio.CancelledError("its task was cancelled"))
     if outcome.kind in ("failed", "timeout") and count > 1 and not isinstance(outcome.error, RetryAfter):
-        told = error_text(cast(BaseException, outcome.error))
+        why = cast(BaseException, outcome.error)
+        told = {"error": error_text(why), "traceback": traceback_text(why)}  # once for all: a traceback takes a millisecond
         log.warning(
-            "a call of %s failed for its %d jobs, which run singly now: %s", call.task, count, told, exc_info=outcome.error
+            "a call of %s failed for its %d jobs, which run singly now: %s", call.task, count, told["error"], exc_info=why
         )
-        outcome = outcome._replace(kind="split")
+        outcome = outcome._replace(kind="split", value=told)
     return [outcome] * count
 
 
@@ -7406,8 +7407,8 @@ def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
         case "interrupted":
             return again(row, settings, now, now, attempts=back, interruptions=row.interruptions + 1, reason=outcome.reason)
         case "split":
-            about = {"error": error_text(outcome.error), "traceback": traceback_text(outcome.error)} if outcome.error else {}
-            return again(row, settings, now, now, attempts=back, singly=1, reason="its call with others failed", **about)
+            told = cast(Mapping[str, Any], outcome.value)
+            return again(row, settings, now, now, attempts=back, singly=1, reason="its call with others failed", **told)
         case "unstarted":
             return again(row, settings, now, later(now, outcome.delay) if outcome.delay else row.run_at, attempts=back)
         case "parked":

@@ -36,10 +36,16 @@ class Fleet:
         print(self.log.read_text() if self.log.exists() else "")  # pytest shows it when the test fails
 
     def member(
-        self, tasks: Mapping[str, int] | None = None, *, every: Mapping[str, Any] | None = None, loops: int = 1, **options: Any
+        self,
+        tasks: Mapping[str, int] | None = None,
+        *,
+        batches: Mapping[str, int] | None = None,
+        every: Mapping[str, Any] | None = None,
+        loops: int = 1,
+        **options: Any,
     ) -> "Member":
-        """A process that knows these tasks, with so many starts; ready when this returns."""
-        wishes = {"tasks": tasks or {}, "every": every, "loops": loops, "options": options}
+        """A process that knows these tasks, with so many starts, and batch handlers, of such size; ready when this returns."""
+        wishes = {"tasks": tasks or {}, "batches": batches or {}, "every": every, "loops": loops, "options": options}
         return self._stack.enter_context(Member(self, wishes, self.db, str(self._marks)))
 
     def marks(self, *words: object) -> list[list[str]]:

@@ -1075,8 +1075,9 @@ TABLE: dict[str, tuple[dict[str, Any], tinyq.Outcome, dict[str, Any]]] = {
         {"attempts": 2}, tinyq.Outcome("lost"), {"state": State.PENDING, "attempts": 2, "lost": 1, "run_at": NOW},
     ),
     "its call with others failed": (
-        {"attempts": 2}, tinyq.Outcome("split", error=ERROR),
-        {"state": State.PENDING, "attempts": 1, "run_at": NOW, "singly": 1, "reason": "its call with others failed"},
+        {"attempts": 2}, tinyq.Outcome("split", {"error": "OSError: down"}, ERROR),
+        {"state": State.PENDING, "attempts": 1, "run_at": NOW, "singly": 1, "reason": "its call with others failed",
+         "error": "OSError: down"},
     ),
     "done after it has run singly": ({"singly": 1}, tinyq.Outcome("done"), {"singly": 0}),
     "lost with the last attempt": ({"attempts": 5}, tinyq.Outcome("lost"), {"state": State.DEAD, "attempts": 5}),

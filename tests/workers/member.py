@@ -78,6 +78,18 @@ async def blocks(seconds: float) -> None:
     mark("blocks", "ended")
 
 
+async def batch_hangs_once(items: list[int]) -> None:
+    mark("batch_hangs_once", *items)
+    if tinyq.current_job().attempt == 1:
+        await asyncio.Event().wait()
+
+
+async def batch_killed_by_seven(items: list[int]) -> None:
+    mark("batch_killed_by_seven", *items)
+    if 7 in items:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 async def tick() -> None:
     fire_time = tinyq.current_job().fire_time
     mark("tick", fire_time.timestamp() if fire_time else None)
@@ -89,6 +101,8 @@ async def main() -> None:
         for name, starts in WISHES["tasks"].items():
             retry = tinyq.Retry(max_attempts=starts, base=2, jitter="none")
             q.task(name=name, retry=retry)(globals()[name])
+        for name, size in WISHES["batches"].items():
+            q.batch(size, name=name, retry=tinyq.Retry(max_attempts=3, base=2, jitter="none"))(globals()[name])
         if WISHES["every"]:
             options: dict[str, Any] = WISHES["every"]
             q.every(**options)(tick)
