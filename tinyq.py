@@ -3342,6 +3342,7 @@ def key_conflict(row: JobRow) -> KeyConflict:
 
 SUPERSEDED: Final = "its retry was given up: the next fire time had come"
 NO_RUNS: Final = "0 0 0 0 0 0"
+SPLIT: Final = "its call with others failed"
 MISSED: Final = "its fire time was missed"
 UNSCHEDULED: Final = ""  # the recurrence of a job that was unscheduled while it ran
 MOVED_ON: Final[Mapping[str, Any]] = {
@@ -7083,8 +7084,8 @@ def choose_fire_time(job: Running, now: int) -> bool:
     recurrence = recurrence_of(cast(str, job.recurrence))
     rule = rule_from(recurrence.rule)
     latest, chosen, missed = choose(rule, recurrence.misfire, recurrence.grace, due - 1, now)
-    begun = job.attempts > 1 or job.snoozes > 0 or job.interruptions > 0
-    if begun and latest <= due:  # once it has begun it is no longer too late
+    begun = job.attempts > 1 or job.snoozes > 0 or job.interruptions > 0 or job.reason == SPLIT
+    if latest <= due and (begun or waited_on_purpose(job, recurrence, now)):  # once it has begun it is no longer too late
         job.ran = Ran(due, now, 0, 0, cast(str, job.recurrence))
         return True
     if not chosen:  # None: a clock has been set back since it was claimed
@@ -7096,6 +7097,13 @@ def choose_fire_time(job: Running, now: int) -> bool:
         job.attempts, job.snoozes, job.interruptions = 1, 0, 0
     job.ran = Ran(job.fire_time, now, missed - superseded, superseded, cast(str, job.recurrence))
     return True
+
+
+def waited_on_purpose(job: Running, recurrence: Recurrence, now: int) -> bool:
+    """Whether a recurring job is late by no more than the window in which it waits for others to go with."""
+    window = job.handler.terms.window if job.handler.terms is not None else 0
+    late = now - cast(int, job.fire_time) - window
+    return window > 0 and -window <= late < min(ON_TIME, math.inf if recurrence.grace is None else recurrence.grace) * 1e6
 
 
 def prepare_call(job: Running, clock: Clock) -> Outcome | Arguments:
@@ -7408,7 +7416,7 @@ def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
             return again(row, settings, now, now, attempts=back, interruptions=row.interruptions + 1, reason=outcome.reason)
         case "split":
             told = cast(Mapping[str, Any], outcome.value)
-            return again(row, settings, now, now, attempts=back, singly=1, reason="its call with others failed", **told)
+            return again(row, settings, now, now, attempts=back, singly=1, reason=SPLIT, **told)
         case "unstarted":
             return again(row, settings, now, later(now, outcome.delay) if outcome.delay else row.run_at, attempts=back)
         case "parked":
