@@ -7722,6 +7722,7 @@ class Crew:
         self._ended: list[tuple[Running, Outcome, Settlement]] = []  # durable, to be written
         self._handed = 0  # slots that are kept for jobs on their way into the store
         self._singly = False  # write them one by one: together it did not work
+        self._fragile: set[object] = set()  # by tag, those on which a worker has died before and that have ended here
         self._next_deadline = math.inf
         self._last: Running | None = None
         self._watch: asyncio.TimerHandle | None = None
@@ -7746,6 +7747,9 @@ class Crew:
             tier.waits_for_room = True  # (once that tier is closed, what its last claim still brings is handed back)
             return math.inf
         room = self._slots.room(tier)
+        self._fragile &= self.running.keys()
+        if self._fragile:
+            room = room._replace(fragile=0)  # what has ended is written before the next one may take it along
         self._slots.lent = tier.durable  # the memory store answers at once; while a database thinks, the room is its
         began = self._clock.monotonic()
         try:
@@ -7948,6 +7952,8 @@ class Crew:
             self._left_call(job, job.call)
         self._last = job
         job.runner = None  # whose context leads back to the job
+        if job.lost:
+            self._fragile.add(job.tag)
         if self.tiers[0].hungry or self.tiers[-1].hungry:
             self._wake_hungry()
         if job.settings.gated:
