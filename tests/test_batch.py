@@ -1590,6 +1590,42 @@ def test_the_items_of_a_process_that_was_killed_are_in_a_call_of_another(fleet: 
     assert starts == Counter({str(n): 2 for n in range(5)})
 
 
+async def test_of_items_on_which_workers_died_the_next_starts_once_the_last_is_written(
+    open_file: Open, file: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it might take along what has been done already."""
+    writing, written = asyncio.Event(), asyncio.Event()
+    settle = tinyq.SQLiteStore.settle
+
+    async def late(store: Any, settlements: Sequence[Any], now: int) -> Any:
+        writing.set()
+        await written.wait()
+        return await settle(store, settlements, now)
+
+    before = await open_file(worker=False)
+    await before.enqueue_many([("poll", (n,)) for n in (1, 2)], durable=True)
+    edit(file, "UPDATE tinyq_jobs SET lost = 2, ready = 3")
+    monkeypatch.setattr(tinyq.SQLiteStore, "settle", late)
+    q = await open_file()
+    polls = Batches(q)
+    noted = asyncio.Event()
+
+    @q.task(name="note")
+    async def note() -> None:
+        noted.set()
+
+    try:
+        async with asyncio.timeout(10):
+            await writing.wait()
+            await q.enqueue(note, durable=True, delay=1)
+            await clock.advance(1)
+            await noted.wait()  # a claim has taken what it could
+        assert polls.calls == [[1]]
+    finally:
+        written.set()
+    await eventually(lambda: polls.calls == [[1], [2]])
+
+
 def test_an_item_that_kills_its_process_every_time_is_dead_alone(fleet: Fleet) -> None:
     fleet.enqueue("batch_killed_by_seven", *range(5, 10))
 
