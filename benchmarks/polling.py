@@ -1,6 +1,6 @@
 """What the polling engine of the examples costs, how punctual it is, and what a kill does to it.
 
-    python benchmarks/polling_engine.py [--subscriptions 5000] [--seconds 15] [--lease 5] [--processes 1 3]
+    python benchmarks/polling.py [--subscriptions 5000] [--seconds 15] [--lease 5] [--processes 1 3]
 
 Runs examples/polling_engine.py as a service: a search service that takes 50 ms, a web process, and engines on one file, with a
 tenth of the subscriptions and with all. Each is to be searched for once in every second. The figures are what the search service
