@@ -1052,6 +1052,11 @@ class Room(NamedTuple):
         slots = self.named.get(queue, self.shared)
         return min(slots, self.threads) if in_thread else slots
 
+    @property
+    def comes_due(self) -> int:
+        """How many jobs one claim moves to those whose time has come; more than usual for calls that are to have them all."""
+        return max([500, *(min(terms.size, 5_000) for terms in self.terms.values() if terms.window)])
+
     def without(self, paused: frozenset[str]) -> Room:
         """The same for all queues but these."""
         return self._replace(paused=paused) if paused else self
@@ -3035,7 +3040,7 @@ def make_handler(
         raise TypeError(f"{fn!r} is a generator function, whose body a call does not run: use def or async def without yield")
     if name is None:
         owner = core if hasattr(core, "__qualname__") else type(core)
-        name = f"{owner.__module__}.{owner.__qualname__}"
+        name = f"{getattr(owner, '__module__', None) or 'builtins'}.{owner.__qualname__}"
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
@@ -3340,6 +3345,7 @@ def key_conflict(row: JobRow) -> KeyConflict:
     return KeyConflict(f"task {row.task!r} already has a pending or running job with key {row.key!r}; nothing was stored")
 
 
+WORKER_LOST: Final = "worker lost"
 SUPERSEDED: Final = "its retry was given up: the next fire time had come"
 NO_RUNS: Final = "0 0 0 0 0 0"
 SPLIT: Final = "its call with others failed"
@@ -3499,7 +3505,8 @@ def recur(change: Settlement, text: str, counts: str | None, fire_time: int, now
     if waits and change.run_at < upcoming:
         return change, tally.as_text(), ran.fire_time
     skipped = 0
-    if recurrence.misfire != "all" or upcoming > ran.started:  # else what was missed before it started is run first
+    lost = change.reason == WORKER_LOST  # nobody ran it since: what has passed meanwhile was missed
+    if not lost and (recurrence.misfire != "all" or upcoming > ran.started):  # else what was missed is run first
         skipped, passed = rule.passed(max(ran.fire_time, min(ran.started, now)), now, 1)
         upcoming = rule.next_at(max(now, ran.fire_time))
         if passed and recurrence.overlap == "queue":
@@ -4251,6 +4258,7 @@ LANE_HEADS: Final = (
 )
 # The same for jobs whose tasks have terms, with what these ask for.
 GATED_HEADS: Final = LANE_HEADS.replace("seq FROM", "seq, task, limit_value, singly IS NOT NULL OR lost > 1 FROM")
+GATHERED: Final = "SELECT count(*), min(run_at) FROM (SELECT run_at FROM tinyq_jobs WHERE ready = 1 AND lane = ? LIMIT ?)"
 FRAGILE_GROUPS: Final = GROUPS.replace(
     "ready = 1", "ready = 3"
 )  # a partial index is used only where its condition is spelled out
@@ -4283,7 +4291,7 @@ SWEEP: Final = (  # buckets that are full are as good as unknown: of some, anywh
 REGROUP: Final = "UPDATE tinyq_jobs SET singly = ?, lane = 0 WHERE seq = ?"
 COME_DUE: Final = (
     "UPDATE tinyq_jobs SET ready = CASE WHEN lost > 0 THEN 3 ELSE 1 END WHERE seq IN (SELECT seq FROM tinyq_jobs "
-    "WHERE ready = 0 AND namespace = ? AND run_at <= ? ORDER BY run_at, priority DESC LIMIT 500)"
+    "WHERE ready = 0 AND namespace = ? AND run_at <= ? ORDER BY run_at, priority DESC LIMIT ?)"
 )
 CLAIMED: Final = "seq, id, task, queue, priority, run_at, created, payload"  # and, as `special`, whether there is more to know
 CLAIM: Final = (
@@ -4366,7 +4374,10 @@ CANCEL_RUNNING: Final = (
 ENLIST: Final = "INSERT INTO tinyq_workers VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET seen = excluded.seen"
 STRIKE_OFF: Final = "DELETE FROM tinyq_workers WHERE id = ? OR seen < ?"
 OTHERS: Final = "SELECT count(*) FROM tinyq_workers WHERE namespace = ? AND id <> ? AND port IS NOT NULL AND seen >= ?"
-DUE: Final = "SELECT count(*) FROM (SELECT 1 FROM tinyq_jobs WHERE ready = 1 AND lane BETWEEN ? AND ? LIMIT ?)"
+DUE: Final = (
+    "SELECT count(*) FROM (SELECT 1 FROM tinyq_jobs WHERE ready = 1 AND lane BETWEEN :first AND :last "
+    "UNION ALL SELECT 1 FROM tinyq_jobs WHERE ready = 3 AND lane BETWEEN :first AND :last LIMIT :most)"
+)
 PORTS: Final = "SELECT port FROM tinyq_workers WHERE namespace = ? AND id <> ? AND port IS NOT NULL AND seen >= ?"
 # Of a lane, the job that waits longest among those of the highest priority, and among those of the lowest.
 OVERDUE: Final = """
@@ -4659,11 +4670,13 @@ def gated_heads(db: sqlite3.Connection, room: Room, lane: Lane, limits: Limits, 
     if most <= 0:
         return [], None
     select = FRAGILE_GATED if lane.fragile else GATED_HEADS
-    found = db.execute(select, (lane.number, max(terms.size, min(most, GROUP_OF_ITEMS)))).fetchall()
-    if found and not (lane.fragile or found[0][5]) and (wait := terms.ripe_at((row[1] for row in found), len(found))) > now:
-        limits.block(terms, lane.value or "")
-        return [], wait
-    return found[:most], None
+    [head] = db.execute(select, (lane.number, 1)).fetchall() or [None]
+    if head is not None and terms.window and not (lane.fragile or head[5]):
+        count, first_run_at = db.execute(GATHERED, (lane.number, terms.size)).fetchone()
+        if (wait := terms.ripe_at([first_run_at], count)) > now:
+            limits.block(terms, lane.value or "")
+            return [], wait
+    return db.execute(select, (lane.number, min(most, max(terms.size, GROUP_OF_ITEMS)))).fetchall(), None
 
 
 GROUP_OF_ITEMS: Final = 2_000  # items for calls that one claim takes of a lane, or one call, if that is more
@@ -4683,8 +4696,7 @@ class Share(NamedTuple):
         others = cast(int, db.execute(OTHERS, (namespace, self.worker, self.seen)).fetchone()[0])
         if not others:
             return wanted
-        lanes = lane_range(namespace)
-        due = cast(int, db.execute(DUE, (lanes["first"], lanes["last"], wanted * (others + 1))).fetchone()[0])
+        due = cast(int, db.execute(DUE, lane_range(namespace) | {"most": wanted * (others + 1)}).fetchone()[0])
         return max(1, math.ceil(due / (others + 1)))
 
 
@@ -4794,9 +4806,9 @@ def look_for_due(db: sqlite3.Connection, namespace: str, room: Room, now: int) -
 def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, lease: int, now: int) -> Claimed:
     next_at, first, first_fragile, paused = edges(db, namespace)
     if next_at is not None and next_at <= now:
-        moved = db.execute(COME_DUE, (namespace, now)).rowcount
+        moved = db.execute(COME_DUE, (namespace, now, room.comes_due)).rowcount
         next_at, first, first_fragile, paused = edges(db, namespace)
-        next_at = now if moved == 500 else next_at
+        next_at = now if moved == room.comes_due else next_at
     if first == 0 or first_fragile == 0:
         strays = [(lane_of(*where), seq) for seq, *where in db.execute(STRAYS).fetchall()]
         db.executemany("UPDATE tinyq_jobs SET lane = ?, limit_value = NULL WHERE seq = ?", strays)
@@ -7065,9 +7077,6 @@ def pickled_error(error: BaseException) -> bytes | None:
 # sys.exit) comes back as an Outcome.
 
 
-WORKER_LOST: Final = "worker lost"
-
-
 def lost_for_good(row: JobRow, settings: Settings) -> bool:
     """Whether a claim has found what a process that does not know the task had to leave pending when its worker was lost."""
     if not row.lost:
@@ -7648,6 +7657,7 @@ def on_signals(callback: Callable[[], None], *, chain: bool) -> Iterator[None]:
 POLL: Final = 0.2  # seconds between looks of somebody who waits, where nothing tells him
 WATCH: Final = 0.5  # how often the event loop's lag is looked at while jobs run
 LAG: Final = 1.0  # a loop that was blocked for longer is worth a warning
+DOUBTFUL: Final = 20_000  # jobs that are watched at once for the end of their leases
 MISSED_EACH: Final = 10.0  # seconds between two lines, at least, about recurring jobs that have missed fire times
 
 
@@ -8271,7 +8281,7 @@ class Crew:
             self._watched.clear()
         self._stepped = (now, moment)
         # What is renewed in time has more than two thirds of its lease before it.
-        doubtful = await tier.store.list(State.RUNNING, lease_before=later(now, self._lease * 0.6), limit=1_000)
+        doubtful = await tier.store.list(State.RUNNING, lease_before=later(now, self._lease * 0.6), limit=DOUBTFUL)
         names = {row.seq: (row.seq, row.claim_no, row.lease) for row in doubtful}
         self._watched = {name: self._watched.get(name, moment) for name in names.values()}
         gone = [
@@ -8304,7 +8314,7 @@ class Crew:
                 if row.id in self.live:
                     self.tell(self.known(row.but(state=states[row.seq], error=change.error)), now)
         tier.wake.set()
-        return 0.0 if len(doubtful) == 1_000 else min(ends, default=math.inf)
+        return 0.0 if len(doubtful) == DOUBTFUL else min(ends, default=math.inf)
 
     def _after_loss(self, row: JobRow, now: int) -> Settlement:
         handler = self.handlers.get(row.task)
@@ -11909,7 +11919,8 @@ def queues_from(words: str) -> dict[str, int | None]:
 def work(found: Any, command: Command) -> int:
     app = load(found.target, found.app_dir, found.factory)
     if not logging.getLogger().handlers:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        log.setLevel(logging.INFO)
     if found.log_level is not None:
         log.setLevel(found.log_level.upper())
     _commands[:] = [command]
