@@ -944,7 +944,7 @@ async def test_no_statement_of_daily_work_scans_the_jobs(watched: SQLiteStore, s
         ("FRAGILE_HEADS", (tinyq.lane_of("default", "q1", "send"), 5), "tinyq_fragile (lane=?)"),
         ("STRAYS", (), "tinyq_claim (lane=?)"),
         ("STRAYS", (), "tinyq_fragile (lane=?)"),
-        ("COME_DUE", ("default", NOW), "tinyq_later (namespace=? AND run_at<?)"),
+        ("COME_DUE", ("default", NOW, 500), "tinyq_later (namespace=? AND run_at<?)"),
         ("EDGES", ("default",), "tinyq_later (namespace=?)"),
         ("EDGES", ("default",), "SEARCH tinyq_jobs USING INDEX tinyq_claim"),
         ("EDGES", ("default",), "SEARCH tinyq_jobs USING INDEX tinyq_fragile"),
