@@ -4676,6 +4676,8 @@ def gated_heads(db: sqlite3.Connection, room: Room, lane: Lane, limits: Limits, 
         if (wait := terms.ripe_at([first_run_at], count)) > now:
             limits.block(terms, lane.value or "")
             return [], wait
+    if head is not None and head[5]:
+        most = min(most, slots)  # each in a call of its own
     return db.execute(select, (lane.number, min(most, max(terms.size, GROUP_OF_ITEMS)))).fetchall(), None
 
 
@@ -4717,6 +4719,8 @@ def candidates(
 ) -> Choice:  # fmt: skip
     """The heads of every lane that has room, merged by priority, time and sequence."""
     limits = Limits(room, functools.partial(left_in_all, db, namespace, now))
+    if len(lanes) == 1 and not fragile and not lanes[0].unfit and (lanes[0].terms is None or not lanes[0].terms.limited):
+        return of_one_lane(db, namespace, room, lanes[0], limits, now, share)
     heads: list[tuple[int, int, int, Candidate]] = []
     more, wait, since = bool(fragile), None, now
     for lane in (*lanes, *(fragile if room.fragile > 0 else ())):
@@ -4748,6 +4752,24 @@ def candidates(
     wait = soonest(wait, limits.wait, left_for_others, look_on)
     more = more or len(picked) + limits.refused < len(heads)
     return Choice(picked, more, wait, limits.spent, gated, frozenset(task for task, _ in limits.blocked))
+
+
+def of_one_lane(
+    db: sqlite3.Connection, namespace: str, room: Room, lane: Lane, limits: Limits, now: int, share: Share | None
+) -> Choice:
+    """The same where there is one lane, without limits: all that comes off it fits."""
+    ripe_at, window = None, 0
+    if lane.terms is None:
+        found, full = plain_heads(db, room, lane)
+    else:
+        found, ripe_at = gated_heads(db, room, lane, limits, now)
+        full, window = len(found) >= lane.slots * lane.terms.size, lane.terms.window
+    most = len(found)
+    if share is not None and most > 1 and found[0][1] + window > now - FRESH_FOR:
+        most = share.of(db, namespace, most)
+    wait = soonest(ripe_at, now + FRESH_FOR if most < len(found) else None)
+    limited = frozenset(task for task, _ in limits.blocked)
+    return Choice([row[2] for row in found[:most]], full or most < len(found), wait, (), lane.terms is not None, limited)
 
 
 def left_in_all(db: sqlite3.Connection, namespace: str, now: int, terms: Terms, value: str) -> Left:
@@ -4831,21 +4853,24 @@ def whole_rows(db: sqlite3.Connection, claimed: Iterable[Sequence[Any]], worker:
     rows: list[JobRow] = []
     recurring: dict[int, JobRow] = {}
     special: list[int] = []
-    for values in claimed:
+    common = {"durable": True, "state": State.RUNNING, "worker": worker, "lease": lease, "started": now}
+    for values in sorted(claimed, key=lambda values: (-values[4], values[5], values[0])):  # RETURNING has no order
         if values[-1] == SPECIAL:
             special.append(values[0])
             continue
-        rows.append(row := claimed_row(values, worker, lease, now))
+        row: JobRow = object.__new__(JobRow)
+        row.attempts = row.claim_no = 1
+        vars(row).update(zip(CLAIMED_HAS, values[:-1], strict=False))
+        vars(row).update(common)
+        rows.append(row)
         if values[-1] == RECURRING_ONLY:
             recurring[row.seq] = row
-        elif len(values) > RECURRING_FROM + 1:  # of CLAIM_GATED
-            vars(row).update(zip(RECURRING_HAS, values[RECURRING_FROM:-1], strict=True))
     if special:
         rows += map(as_row, db.execute(f"SELECT {ALL} FROM tinyq_jobs WHERE {AMONG}", (encode_json(special),)))
+        rows.sort(key=lambda row: (-row.priority, row.run_at, row.seq))
     if recurring:
         for seq, *others in db.execute(SELECT_RECURRING, (encode_json([*recurring]),)):
             vars(recurring[seq]).update(zip(RECURRING_HAS, others, strict=True))
-    rows.sort(key=lambda row: (-row.priority, row.run_at, row.seq))  # RETURNING has no order
     return rows
 
 
@@ -4854,15 +4879,7 @@ def take(db: sqlite3.Connection, namespace: str, choice: Choice, worker: str, le
     return db.execute(claim, (worker, lease, now, namespace, among)).fetchall() if choice.seqs else ()
 
 
-RECURRING_FROM: Final = CLAIMED.count(",") + 1  # the place of RECURRING_HAS in a row of CLAIM_GATED
-
-
-def claimed_row(values: Sequence[Any], worker: str, lease: int, now: int) -> JobRow:
-    seq, id, task, queue, priority, run_at, created, payload = values[:RECURRING_FROM]
-    row = JobRow(id, task, queue, priority, run_at, created)
-    row.seq, row.payload, row.durable, row.state, row.attempts, row.claim_no = seq, payload, True, State.RUNNING, 1, 1
-    row.worker, row.lease, row.started = worker, lease, now
-    return row
+CLAIMED_HAS: Final = (*CLAIMED.split(", "), *RECURRING_HAS)  # of which CLAIM answers the first alone
 
 
 def unknown_heads(db: sqlite3.Connection, namespace: str, known: Iterable[str]) -> dict[int, str]:
