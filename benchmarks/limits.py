@@ -34,10 +34,10 @@ HOUR = 3_600_000_000
 ACCOUNT = "acme"
 
 # task, arguments and limit value of the jobs that wait
-Backlog = tuple[str, str, str | None]
+Backlog = tuple[str, str, str]
 BACKLOGS: dict[str, Backlog | None] = {
     "an empty table": None,
-    "a task at its limit": ("report", "[[],{}]", None),
+    "a task at its limit": ("report", "[[],{}]", ""),
     "a limit_by value at its limit": ("sync", f'[["{ACCOUNT}"],{{}}]', f'"{ACCOUNT}"'),
 }
 
