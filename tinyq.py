@@ -969,7 +969,7 @@ class Terms(Record):
     by: str | None = None  # the parameter for each value of which these hold
     size: int = 1  # items of one call
     window: int = 0  # microseconds that the first of them waits for more
-    value_of: Callable[[str | None, int], str] = lambda payload, version: ""  # of a stored payload
+    value_of: Callable[[str | None, int], str]  # of a stored payload
 
     @property
     def limited(self) -> bool:
@@ -3064,6 +3064,9 @@ def make_handler(
     )
 
 
+UNIONS: Final = ("Union", "UnionType")
+
+
 def item_hint(hint: Any) -> Any:
     """Of a list's annotation, or that of a list or None, the type of its items; None if it is no list's."""
     while origin_name(hint) == "Annotated":
@@ -3073,9 +3076,6 @@ def item_hint(hint: Any) -> Any:
     if len(members) != 1 or (kinds[0] is not Any and CONTAINERS.get(kinds[0]) not in (list, tuple)):
         return None
     return next(iter(get_args(members[0])), Any)
-
-
-UNIONS: Final = ("Union", "UnionType")
 
 
 def make_batch(handler: Handler) -> None:
@@ -3305,7 +3305,7 @@ class Store(Protocol):
         ...
 
     async def prune(self, now: int, limit: int = 500) -> int:
-        """Delete finished rows whose time is over, at most so many; answers how many."""
+        """Delete finished rows whose time is over, at most so many, and full buckets of rates; answers how many of either."""
         ...
 
     async def close(self) -> None:
@@ -4284,10 +4284,6 @@ HOLDERS: Final = (  # the calls that run: those of one claim, which may be many 
 LAST_VALUE: Final = "\U0010ffff"  # after all that there are
 FULL_AT: Final = "SELECT full_at FROM tinyq_rates WHERE namespace = ? AND task = ? AND value = ?"
 SPEND: Final = "INSERT INTO tinyq_rates VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET full_at = excluded.full_at"
-SWEEP: Final = (  # buckets that are full are as good as unknown: of some, anywhere, those that are
-    "DELETE FROM tinyq_rates WHERE rowid IN (SELECT rowid FROM tinyq_rates WHERE rowid >= "
-    "(SELECT (random() & 0x7fffffffffffffff) % max(rowid) FROM tinyq_rates) LIMIT 3) AND full_at <= ?"
-)
 REGROUP: Final = "UPDATE tinyq_jobs SET singly = ?, lane = 0 WHERE seq = ?"
 COME_DUE: Final = (
     "UPDATE tinyq_jobs SET ready = CASE WHEN lost > 0 THEN 3 ELSE 1 END WHERE seq IN (SELECT seq FROM tinyq_jobs "
@@ -4663,6 +4659,9 @@ def plain_heads(db: sqlite3.Connection, room: Room, lane: Lane) -> tuple[list[An
     return found, len(found) == most
 
 
+GROUP_OF_ITEMS: Final = 2_000  # items for calls that one claim takes of a lane, or one call, if that is more
+
+
 def gated_heads(db: sqlite3.Connection, room: Room, lane: Lane, limits: Limits, now: int) -> tuple[list[Any], int | None]:
     """The best of a lane whose task has terms, as many as these let start; or when those that wait for others have waited."""
     terms, slots = cast(Terms, lane.terms), min(lane.slots, room.fragile) if lane.fragile else lane.slots
@@ -4679,9 +4678,6 @@ def gated_heads(db: sqlite3.Connection, room: Room, lane: Lane, limits: Limits, 
     if head is not None and head[5]:
         most = min(most, slots)  # each in a call of its own
     return db.execute(select, (lane.number, min(most, max(terms.size, GROUP_OF_ITEMS)))).fetchall(), None
-
-
-GROUP_OF_ITEMS: Final = 2_000  # items for calls that one claim takes of a lane, or one call, if that is more
 
 
 FRESH_FOR: Final = 10_000  # microseconds that due jobs are left for the others; then whoever has room may have them
@@ -4843,9 +4839,11 @@ def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, 
     for task, value, rate, count in choice.spent:
         known = db.execute(FULL_AT, (namespace, task, value)).fetchone()
         db.execute(SPEND, (namespace, task, value, rate.spend(known[0] if known else None, now, count)))
-        db.execute(SWEEP, (now,))
     rows = whole_rows(db, take(db, namespace, choice, worker, lease, now), worker, lease, now)
     return Claimed(rows, soonest(next_at, choice.wait), full or choice.more, paused, choice.limited)
+
+
+CLAIMED_HAS: Final = (*CLAIMED.split(", "), *RECURRING_HAS)  # of which CLAIM answers the first alone
 
 
 def whole_rows(db: sqlite3.Connection, claimed: Iterable[Sequence[Any]], worker: str, lease: int, now: int) -> list[JobRow]:
@@ -4877,9 +4875,6 @@ def whole_rows(db: sqlite3.Connection, claimed: Iterable[Sequence[Any]], worker:
 def take(db: sqlite3.Connection, namespace: str, choice: Choice, worker: str, lease: int, now: int) -> Sequence[Any]:
     claim, among = CLAIM_GATED if choice.gated else CLAIM, encode_json(choice.seqs)
     return db.execute(claim, (worker, lease, now, namespace, among)).fetchall() if choice.seqs else ()
-
-
-CLAIMED_HAS: Final = (*CLAIMED.split(", "), *RECURRING_HAS)  # of which CLAIM answers the first alone
 
 
 def unknown_heads(db: sqlite3.Connection, namespace: str, known: Iterable[str]) -> dict[int, str]:
@@ -5065,7 +5060,7 @@ def list_rows(db: sqlite3.Connection, namespace: str, state: State, lease_before
     return [as_row(r) for r in db.execute(select, (namespace, state if lease_before is None else lease_before, limit))]
 
 
-RATES_KEPT: Final = 3_600_000_000  # microseconds that a bucket is remembered once it is full
+RATES_KEPT: Final = 60_000_000  # microseconds that a full bucket, which is as good as an unknown one, stays: clocks differ
 
 
 def nothing_to_prune(db: sqlite3.Connection, now: int) -> int | None:
@@ -5080,9 +5075,9 @@ def nothing_to_prune(db: sqlite3.Connection, now: int) -> int | None:
 
 def prune_rows(db: sqlite3.Connection, now: int, limit: int) -> int:
     rates = "DELETE FROM tinyq_rates WHERE rowid IN (SELECT rowid FROM tinyq_rates WHERE full_at <= ? LIMIT ?)"
-    db.execute(rates, (now - RATES_KEPT, limit))
+    full = db.execute(rates, (now - RATES_KEPT, limit)).rowcount
     delete = "DELETE FROM tinyq_jobs WHERE seq IN (SELECT seq FROM tinyq_jobs WHERE keep_until <= ? ORDER BY keep_until LIMIT ?)"
-    return db.execute(delete, (now, limit)).rowcount
+    return max(full, db.execute(delete, (now, limit)).rowcount)
 
 
 # ── 16. SQLite store: the owner of the file ───────────────────────────────────────────────────────────────────────────
@@ -9936,7 +9931,7 @@ class OneByOne(Slots):
     @staticmethod
     def _free(terms: Terms) -> Terms:
         """With calls that wait for no more items than there are; limits are of no account where nothing runs beside anything."""
-        return Terms(names=terms.names, size=terms.size)
+        return Terms(names=terms.names, size=terms.size, value_of=terms.value_of)
 
     def full(self) -> bool:
         return False
