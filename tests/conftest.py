@@ -1,6 +1,7 @@
 """Fixtures that several files use."""
 
 import functools
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Unpack
@@ -52,6 +53,7 @@ async def open_at(clock: FakeClock) -> AsyncIterator[OpenAt]:
 
     async def open_at(db: Path | None, **options: Unpack[tinyq.Configuration]) -> TinyQ:
         options.setdefault("clock", clock)
+        options.setdefault("behind_after", math.inf)  # work is always behind a clock that is moved on by hand
         q = TinyQ(db, **options)
         await q.start()
         opened.append(q)
