@@ -2,6 +2,7 @@
 
 import functools
 import math
+import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Unpack
@@ -15,6 +16,9 @@ import tinyq
 from tinyq import TinyQ
 
 collect_ignore = ["sample_project"]  # a project of its own, with its own suite, which a test of ours runs
+
+# A job in the background of a shell ignores SIGINT, and so would every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 OpenAt = Callable[..., Coroutine[Any, Any, TinyQ]]
 
