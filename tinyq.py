@@ -4199,12 +4199,14 @@ INSERT_HANDED: Final = (
     .replace("interruptions, lost) ", "interruptions, lost, worker, lease, started) ")
     .replace("0, 0, 0, 0, 0)", "1, 1, 0, 0, 0, ?, ?, ?)")
 )
-# One index holds the keys of recurring jobs, another those of all others.
-SAME_KEY: Final = (
-    f"SELECT {ALL} FROM tinyq_jobs WHERE namespace = ? AND task = ? AND key = ? AND state = ? AND finished IS NULL "
-    "AND recurrence IS NULL"
-)
-SAME_RECURRING: Final = SAME_KEY.replace("recurrence IS NULL", "recurrence IS NOT NULL")
+# One index holds the keys of recurring jobs, another those of all others. The state is not a parameter: which partial indexes fit
+# would depend on it, and SQLite would prepare the statement anew each time, which takes twenty times as long as to run it.
+SAME_KEY: Final = {
+    (state, recurs): f"SELECT {ALL} FROM tinyq_jobs WHERE namespace = ? AND task = ? AND key = ? AND state = '{state}' "
+    f"AND finished IS NULL AND recurrence IS {'NOT ' * recurs}NULL"
+    for state in (State.PENDING, State.RUNNING)
+    for recurs in (False, True)
+}
 REPLACE: Final = f"UPDATE tinyq_jobs SET {', '.join(f'{c} = :{c}' for c in REPLACED)}, ready = :ready WHERE seq = :seq"
 FIRE: Final = (
     "INSERT INTO tinyq_schedules (namespace, name, last_fire, rule) VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE "
@@ -4289,6 +4291,14 @@ COME_DUE: Final = (
     "UPDATE tinyq_jobs SET ready = CASE WHEN lost > 0 THEN 3 ELSE 1 END WHERE seq IN (SELECT seq FROM tinyq_jobs "
     "WHERE ready = 0 AND namespace = ? AND run_at <= ? ORDER BY run_at, priority DESC LIMIT ?)"
 )
+# Where nothing waits, what has come due can be claimed as it is, and need not go through the claim index.
+DUE_NOW: Final = (
+    "SELECT lane, priority, run_at, seq, lost FROM tinyq_jobs "
+    "WHERE ready = 0 AND namespace = ? AND run_at <= ? ORDER BY run_at, priority DESC LIMIT ?"
+)
+COME_DUE_THESE: Final = "UPDATE tinyq_jobs SET ready = 1 WHERE seq IN (SELECT value FROM json_each(?))"
+UPCOMING: Final = "SELECT min(run_at) FROM tinyq_jobs WHERE ready = 0 AND namespace = ? AND run_at > ?"
+KIND: Final = "SELECT queue, task, limit_value, singly IS NOT NULL FROM tinyq_jobs WHERE seq = ?"
 CLAIMED: Final = "seq, id, task, queue, priority, run_at, created, payload"  # and, as `special`, whether there is more to know
 CLAIM: Final = (
     "UPDATE tinyq_jobs SET state = 'running', ready = NULL, worker = ?, lease = ?, started = ?, claim_no = claim_no + 1, "
@@ -4586,8 +4596,8 @@ def why_not_fired(db: sqlite3.Connection, row: JobRow) -> Literal["lost", "pause
 
 
 def same_key(db: sqlite3.Connection, row: JobRow, state: State) -> JobRow | None:
-    select = SAME_KEY if row.recurrence is None else SAME_RECURRING
-    found = db.execute(select, (row.namespace, row.task, row.key, state)).fetchone()
+    select = SAME_KEY[state, row.recurrence is not None]
+    found = db.execute(select, (row.namespace, row.task, row.key)).fetchone()
     return as_row(found) if found else None
 
 
@@ -4601,6 +4611,8 @@ class Lane(NamedTuple):
     fragile: bool
     slots: int  # that are free for it
     terms: Terms | None
+    due: Sequence[tuple[int, int, int]] | None = None  # its jobs, if they have just come due and are in no index yet: see DUE_NOW
+    alone: bool = False  # those go into no call with others
 
     @property
     def unfit(self) -> bool:
@@ -4634,9 +4646,9 @@ def lanes_with_room(
             full = full or room.wants(queue, task)
             continue
         group = [(queue, task, value, first)] if first == last else lanes_of_group(db, namespace, first, last, fragile, now)
-        for lane in group:
-            if (slots := room.free(*lane[:2])) > 0:
-                lanes.append(Lane._make((*lane, fragile, slots, room.terms.get(lane[1]))))
+        for queue_name, task_name, value, number in group:
+            if (slots := room.free(queue_name, task_name)) > 0:
+                lanes.append(Lane(queue_name, task_name, value, number, fragile, slots, room.terms.get(task_name)))
         full = full or len(group) == LANES_AT_ONCE
     return lanes, full
 
@@ -4655,6 +4667,8 @@ def due_lanes(
 def plain_heads(db: sqlite3.Connection, room: Room, lane: Lane) -> tuple[list[Any], bool]:
     """The best of a lane whose task has no terms, and whether there may be more."""
     most = min(lane.slots, room.fragile) if lane.fragile else lane.slots
+    if lane.due is not None:
+        return [*lane.due[:most]], len(lane.due) >= most
     found = db.execute(FRAGILE_HEADS if lane.fragile else LANE_HEADS, (lane.number, most)).fetchall()
     return found, len(found) == most
 
@@ -4668,16 +4682,24 @@ def gated_heads(db: sqlite3.Connection, room: Room, lane: Lane, limits: Limits, 
     most = limits.most(terms, lane.value or "", slots)
     if most <= 0:
         return [], None
-    select = FRAGILE_GATED if lane.fragile else GATED_HEADS
-    [head] = db.execute(select, (lane.number, 1)).fetchall() or [None]
+    [head] = gated_rows(db, lane, 1) or [None]
     if head is not None and terms.window and not (lane.fragile or head[5]):
-        count, first_run_at = db.execute(GATHERED, (lane.number, terms.size)).fetchone()
+        if lane.due is not None:
+            count, first_run_at = len(lane.due), min(run_at for _, run_at, _ in lane.due[: terms.size])
+        else:
+            count, first_run_at = db.execute(GATHERED, (lane.number, terms.size)).fetchone()
         if (wait := terms.ripe_at([first_run_at], count)) > now:
             limits.block(terms, lane.value or "")
             return [], wait
     if head is not None and head[5]:
         most = min(most, slots)  # each in a call of its own
-    return db.execute(select, (lane.number, min(most, max(terms.size, GROUP_OF_ITEMS)))).fetchall(), None
+    return gated_rows(db, lane, min(most, max(terms.size, GROUP_OF_ITEMS))), None
+
+
+def gated_rows(db: sqlite3.Connection, lane: Lane, most: int) -> list[Any]:
+    if lane.due is not None:
+        return [(*row, lane.task, lane.value, lane.alone) for row in lane.due[:most]]
+    return db.execute(FRAGILE_GATED if lane.fragile else GATED_HEADS, (lane.number, most)).fetchall()
 
 
 FRESH_FOR: Final = 10_000  # microseconds that due jobs are left for the others; then whoever has room may have them
@@ -4688,13 +4710,16 @@ class Share(NamedTuple):
 
     worker: str
     seen: int
+    due: int | None = None  # how many there are, if that is known
 
     def of(self, db: sqlite3.Connection, namespace: str, wanted: int) -> int:
         """How many of the jobs that have just come due it takes: as many as each of the workers if they share them evenly."""
         others = cast(int, db.execute(OTHERS, (namespace, self.worker, self.seen)).fetchone()[0])
         if not others:
             return wanted
-        due = cast(int, db.execute(DUE, lane_range(namespace) | {"most": wanted * (others + 1)}).fetchone()[0])
+        due = self.due
+        if due is None:
+            due = cast(int, db.execute(DUE, lane_range(namespace) | {"most": wanted * (others + 1)}).fetchone()[0])
         return max(1, math.ceil(due / (others + 1)))
 
 
@@ -4823,7 +4848,12 @@ def look_for_due(db: sqlite3.Connection, namespace: str, room: Room, now: int) -
 
 def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, lease: int, now: int) -> Claimed:
     next_at, first, first_fragile, paused = edges(db, namespace)
+    room, share = room.without(paused), Share(worker, now - (lease - now))
     if next_at is not None and next_at <= now:
+        if first != 0 and first_fragile != 0 and not any(due_lanes(db, namespace, room, first, first_fragile, now)[:2]):
+            come = just_due(db, namespace, room, now)
+            if come is not None:
+                return claim_just_due(db, namespace, room, come, share, lease, now)
         moved = db.execute(COME_DUE, (namespace, now, room.comes_due)).rowcount
         next_at, first, first_fragile, paused = edges(db, namespace)
         next_at = now if moved == room.comes_due else next_at
@@ -4831,16 +4861,65 @@ def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, 
         strays = [(lane_of(*where), seq) for seq, *where in db.execute(STRAYS).fetchall()]
         db.executemany("UPDATE tinyq_jobs SET lane = ?, limit_value = NULL WHERE seq = ?", strays)
         next_at = now if len(strays) == 500 else next_at
-    room = room.without(paused)
     lanes, fragile, full = due_lanes(db, namespace, room, first, first_fragile, now)
     if give_values(db, namespace, (*lanes, *fragile)):
         next_at, (lanes, fragile, full) = now, due_lanes(db, namespace, room, first, first_fragile, now)
-    choice = candidates(db, namespace, room, lanes, fragile, now, Share(worker, now - (lease - now)))
+    choice = candidates(db, namespace, room, lanes, fragile, now, share)
     for task, value, rate, count in choice.spent:
         known = db.execute(FULL_AT, (namespace, task, value)).fetchone()
         db.execute(SPEND, (namespace, task, value, rate.spend(known[0] if known else None, now, count)))
     rows = whole_rows(db, take(db, namespace, choice, worker, lease, now), worker, lease, now)
     return Claimed(rows, soonest(next_at, choice.wait), full or choice.more, paused, choice.limited)
+
+
+class JustDue(NamedTuple):
+    """What has come due where nothing else waits, the earliest first."""
+
+    lanes: Sequence[Lane]  # those that have room
+    full: bool  # whether others have none
+    rows: Sequence[Sequence[int]]  # see DUE_NOW
+    whole: bool  # and that is all
+
+
+def just_due(db: sqlite3.Connection, namespace: str, room: Room, now: int) -> JustDue | None:
+    """None if the claim index is needed: for limits, for rows without a lane, or where some have been lost before."""
+    rows = db.execute(DUE_NOW, (namespace, now, room.comes_due)).fetchall()
+    jobs: dict[int, list[tuple[int, int, int]]] = {}
+    for number, priority, run_at, seq, lost in rows:
+        if lost:
+            return None
+        jobs.setdefault(number, []).append((priority, run_at, seq))
+    if 0 in jobs or len(jobs) > LANES_AT_ONCE:
+        return None
+    lanes, full = list[Lane](), False
+    for number, due in jobs.items():
+        queue, task, value, alone = db.execute(KIND, (due[0][2],)).fetchone()
+        terms, slots = room.terms.get(task), room.free(queue, task)
+        if terms is not None and terms.limited:
+            return None
+        if slots > 0:
+            due.sort(key=lambda row: (-row[0], *row[1:]))
+            lanes.append(Lane(queue, task, value, number, False, slots, terms, due, bool(alone)))
+        else:
+            full = full or room.wants(queue, task)
+    return JustDue(lanes, full, rows, len(rows) < room.comes_due)
+
+
+def claim_just_due(
+    db: sqlite3.Connection, namespace: str, room: Room, come: JustDue, share: Share, lease: int, now: int
+) -> Claimed:
+    """Take of it what there is room for. What is left stays as it is for a moment, in which others may take it in the same way;
+    then it goes where a backlog is cheap to look through."""
+    choice = candidates(db, namespace, room, come.lanes, (), now, share._replace(due=len(come.rows)))
+    rows = whole_rows(db, take(db, namespace, choice, share.worker, lease, now), share.worker, lease, now)
+    picked, stays = {*choice.seqs}, come.whole and come.rows[0][2] > now - FRESH_FOR
+    left = [seq for *_, seq, _ in come.rows if seq not in picked] if len(picked) < len(come.rows) else []
+    if left and not stays:
+        db.execute(COME_DUE_THESE, (encode_json(left),))
+    again = now + FRESH_FOR if left and stays else None if come.whole else now
+    upcoming = db.execute(UPCOMING, (namespace, now)).fetchone()[0]
+    more = come.full or choice.more or bool(left) or not come.whole
+    return Claimed(rows, soonest(again, upcoming, choice.wait), more, room.paused, choice.limited)
 
 
 CLAIMED_HAS: Final = (*CLAIMED.split(", "), *RECURRING_HAS)  # of which CLAIM answers the first alone
@@ -4992,8 +5071,8 @@ def write_settlement(db: sqlite3.Connection, change: Settlement, now: int) -> No
 
 def settle_keyed(db: sqlite3.Connection, namespace: str, change: Settlement, task_name: str, key: str, now: int) -> State:
     """A job with a key ends or waits: the successor behind it is let go, or takes it over if both would be pending."""
-    select = SAME_KEY.replace(ALL, "seq", 1)
-    successor = db.execute(select, (namespace, task_name, key, State.PENDING)).fetchone()
+    select = SAME_KEY[State.PENDING, False].replace(ALL, "seq", 1)
+    successor = db.execute(select, (namespace, task_name, key)).fetchone()
     run_at = FOREVER
     if successor and change.state is State.PENDING:
         run_at = change.run_at

@@ -1232,15 +1232,54 @@ def test_all_stores_have_the_verbs_of_the_contract_in_its_order() -> None:
     assert len(verbs(Store)) == 27
 
 
+# What has just come due
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_a_file_and_the_memory_give_the_same_jobs_as_they_come_due(tmp_path: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    stores: list[Store] = [MemoryStore(), SQLiteStore(str(tmp_path / "jobs.db"))]
+    tasks = {"send": False, "report": True, "poll": False}
+    terms = {"poll": Terms(names=["poll"], size=7, window=dice.choice([0, 20_000]), value_of=lambda payload, version: "")}
+    rows = [
+        job(
+            dice.choice(["send", "report", "poll", "unknown"]), queue=dice.choice(["default", "slow", "shut"]),
+            priority=dice.choice([0, 0, 0, 5]), run_at=NOW + dice.randrange(100) * 1_000,
+        )
+        for _ in range(200)
+    ]  # fmt: skip
+    for store in stores:
+        await store.open()
+        await store.insert([row.but(waiters=None) for row in rows], NOW - 1)
+    now, taken = NOW, 0
+    for _ in range(60):
+        now += dice.choice([0, 100, 5_000, 12_000])
+        named = {"slow": dice.randrange(3), "shut": 0}
+        where = Room(dice.randrange(6), named, dice.randrange(4), 1, tasks, serves=None, terms=terms)
+        memory, file = [[row.id for row in await claim(store, where, now)] for store in stores]
+        assert file == memory
+        taken += len(file)
+    assert taken > 50
+    for store in stores:
+        await store.close()
+
+
+async def test_what_found_no_room_as_it_came_due_keeps_its_place(store: Store) -> None:
+    rows = [job(run_at=NOW + 5, priority=p) for p in (1, 3, 2)]
+    await store.insert(rows, NOW)
+    seen = [[row.priority for row in await claim(store, room(1), NOW + late)] for late in (5, 6, 20_000, 20_001)]
+    assert seen == [[3], [2], [1], []]
+
+
 # What waits too long
 
 
 async def test_jobs_that_have_been_due_for_long_are_told_by_queue_and_task(store: Store) -> None:
     others = {"task": "report", "queue": "reports"}
-    rows = [job(run_at=NOW - 5), job(run_at=NOW - 3), job(run_at=NOW - 9, priority=-1), job(run_at=NOW + 9)]
+    rows = [job(run_at=NOW - 5), job(run_at=NOW - 3), job(run_at=NOW - 9, priority=-1), job(run_at=NOW + 10**6)]
     rows += [job(run_at=NOW - 8, limit_value='"a"', **others), job(run_at=NOW - 2, limit_value='"b"', **others)]
     await store.insert(rows, NOW - 10)
-    await store.claim(room(0), "w1", LEASE, NOW)  # which finds what has come due
+    await store.claim(room(0), "w1", LEASE, NOW + 20_000)  # which finds what has come due, and has no room for it
     found = sorted(await store.overdue(NOW - 2))
     assert found == [("default", "send", "", NOW - 9, 3), ("reports", "report", '"a"', NOW - 8, 1)]
     await store.pause(["reports"])
