@@ -1221,6 +1221,7 @@ class Ran(NamedTuple):
     missed: int = 0
     superseded: int = 0  # retries that were given up
     recurrence: str = ""  # by which that was chosen
+    claim: tuple[str | None, int | None] = (None, None)  # by whom it was claimed, and when
 
 
 class Inserted(NamedTuple):
@@ -3462,14 +3463,13 @@ class Tally(NamedTuple):
         return Tally(*map(int, (text or "").split()))
 
 
-def as_usual(change: Settlement, now: int) -> tuple[int, int] | None:
-    """The period and the next fire time in the usual case: done, nothing missed, and the next one is yet to come."""
+def as_usual(change: Settlement, now: int) -> int:
+    """The period in the usual case: done, nothing missed, and the fire time that is one period later is yet to come; else 0."""
     ran = change.ran
     if ran is None or change.state is not IS_DONE or ran.missed or ran.superseded or change.singly is not None:
-        return None
+        return 0
     period, offset, _ = interval_of(ran.recurrence)
-    upcoming = ran.fire_time - (ran.fire_time - offset) % period + period if period else now
-    return (period, upcoming) if upcoming > now else None
+    return period if period and (ran.fire_time - offset) % period == 0 and ran.fire_time + period > now else 0
 
 
 RULE_FAILS: Final = "its rule fails"
@@ -4291,34 +4291,39 @@ COME_DUE: Final = (
     "UPDATE tinyq_jobs SET ready = CASE WHEN lost > 0 THEN 3 ELSE 1 END WHERE seq IN (SELECT seq FROM tinyq_jobs "
     "WHERE ready = 0 AND namespace = ? AND run_at <= ? ORDER BY run_at, priority DESC LIMIT ?)"
 )
-# Where nothing waits, what has come due can be claimed as it is, and need not go through the claim index.
+# Where nothing waits, what has come due can be claimed as it is, and need not go through the claim index. Begins as GATED_HEADS.
 DUE_NOW: Final = (
-    "SELECT lane, priority, run_at, seq, lost FROM tinyq_jobs "
+    "SELECT priority, run_at, seq, task, limit_value, singly IS NOT NULL, lane, lost FROM tinyq_jobs "
     "WHERE ready = 0 AND namespace = ? AND run_at <= ? ORDER BY run_at, priority DESC LIMIT ?"
 )
 COME_DUE_THESE: Final = "UPDATE tinyq_jobs SET ready = 1 WHERE seq IN (SELECT value FROM json_each(?))"
+KIND: Final = "SELECT queue, recurrence IS NOT NULL FROM tinyq_jobs WHERE seq = ?"
 UPCOMING: Final = "SELECT min(run_at) FROM tinyq_jobs WHERE ready = 0 AND namespace = ? AND run_at > ?"
-KIND: Final = "SELECT queue, task, limit_value, singly IS NOT NULL FROM tinyq_jobs WHERE seq = ?"
-CLAIMED: Final = "seq, id, task, queue, priority, run_at, created, payload"  # and, as `special`, whether there is more to know
+# A claim reads first and then writes: with RETURNING an UPDATE or a DELETE takes twice as long, as SQLite then goes through all
+# rows twice and unpacks the whole of each, as for a trigger.
 CLAIM: Final = (
     "UPDATE tinyq_jobs SET state = 'running', ready = NULL, worker = ?, lease = ?, started = ?, claim_no = claim_no + 1, "
-    f"attempts = attempts + 1 WHERE namespace = ? AND seq IN (SELECT value FROM json_each(?)) RETURNING {CLAIMED}, "
-    "CASE WHEN recurrence IS NOT NULL AND lost = 0 AND payload_version = 1 "
-    "AND coalesce(options, headers, reason, error, parked, cancel_at, limit_value, singly) IS NULL THEN 2 ELSE "
-    "claim_no > 1 OR payload_version <> 1 "
-    "OR coalesce(options, headers, key, expires, schedule, reason, cancel_at, limit_value) IS NOT NULL END"
+    "attempts = attempts + 1 WHERE seq IN (SELECT value FROM json_each(?))"
 )
-
-RECURRING_HAS: Final = ("key", "recurrence", "tally", "fire_time", "claim_no", "attempts", "snoozes", "interruptions")
-CLAIM_GATED: Final = (  # the same for jobs of batch handlers, of which many recur, with what is to be known of those
-    CLAIM[: CLAIM.index(f"RETURNING {CLAIMED}")]
-    + f"RETURNING {CLAIMED}, {', '.join(RECURRING_HAS)}, payload_version <> 1 OR lost > 0 "
-    "OR coalesce(options, headers, expires, schedule, reason, error, parked, cancel_at, limit_value, singly) IS NOT NULL"
+CHOSEN: Final = "seq, id, task, queue, priority, run_at, created, payload"  # and, last, whether there is more to know
+RECURRING_HAS: Final = "key, recurrence, fire_time, claim_no"  # what is to be known of a recurring job besides
+READ_CHOSEN: Final = (
+    f"SELECT {CHOSEN}, CASE WHEN recurrence IS NOT NULL "
+    "AND (attempts, lost, snoozes, interruptions, payload_version) = (0, 0, 0, 0, 1) "
+    "AND coalesce(options, headers, reason, error, parked, cancel_at, limit_value, singly) IS NULL THEN 2 ELSE "
+    "claim_no > 0 OR payload_version <> 1 "
+    "OR coalesce(options, headers, key, expires, schedule, reason, cancel_at, limit_value) IS NOT NULL END "
+    "FROM tinyq_jobs WHERE namespace = ? AND seq IN (SELECT value FROM json_each(?))"
+)
+READ_RECURRING: Final = (  # the same where many recur
+    f"SELECT {CHOSEN}, {RECURRING_HAS}, (attempts, lost, snoozes, interruptions, payload_version) <> (0, 0, 0, 0, 1) "
+    "OR coalesce(options, headers, expires, schedule, reason, error, parked, cancel_at, limit_value, singly) IS NOT NULL "
+    "FROM tinyq_jobs WHERE namespace = ? AND seq IN (SELECT value FROM json_each(?))"
 )
 AMONG: Final = "seq IN (SELECT value FROM json_each(?))"
-SPECIAL: Final = 1  # what CLAIM says of a row that is to be read whole
+SPECIAL: Final = 1  # what READ_CHOSEN says of a row that is to be read whole
 RECURRING_ONLY: Final = 2  # and of a recurring job of which only RECURRING_HAS is more to know
-SELECT_RECURRING: Final = f"SELECT seq, {', '.join(RECURRING_HAS)} FROM tinyq_jobs WHERE {AMONG}"
+MORE_OF_RECURRING: Final = f"SELECT seq, {RECURRING_HAS} FROM tinyq_jobs WHERE {AMONG}"
 EXTEND: Final = (
     "UPDATE tinyq_jobs SET lease = ?, error = coalesce(claim.value ->> 2, error) FROM json_each(?) AS claim "
     "WHERE seq = claim.value ->> 0 AND claim_no = claim.value ->> 1 AND state = 'running' RETURNING seq, cancel_at"
@@ -4334,7 +4339,7 @@ STILL_HELD: Final = (
 )
 DONE_WITH: Final = (
     "DELETE FROM tinyq_jobs WHERE seq IN (SELECT value FROM json_each(?)) AND claim_no = ? AND state = 'running' AND lease < ? "
-    "AND key IS NULL RETURNING seq"
+    "AND key IS NULL"
 )
 DELETE: Final = "DELETE FROM tinyq_jobs WHERE seq IN (SELECT value FROM json_each(?))"
 SETTLE: Final = (
@@ -4347,14 +4352,14 @@ MOVE_ON: Final = (
     "reason = ?, error = ?, traceback = ?, fire_time = ?, tally = ?, progress = NULL, cancel_at = NULL, lease = NULL "
     "WHERE seq = ?"
 )
-# All that ran to the same period at once. What has come of each is to be compared with what was to be expected.
+# All that ran to the same period under one claim, if nobody has changed them since.
 MOVE_ON_AS_USUAL: Final = (
     "UPDATE tinyq_jobs SET state = 'pending', ready = 0, run_at = fire_time + ?, fire_time = fire_time + ?, "
     f"tally = (CAST(coalesce(tally, '{NO_RUNS}') AS INTEGER) + 1) "  # the first number; the last one becomes the fire time
     f"|| trim(coalesce(tally, '{NO_RUNS}'), '0123456789') || fire_time, "
     "attempts = 0, snoozes = 0, interruptions = 0, lost = 0, parked = NULL, reason = NULL, error = NULL, traceback = NULL, "
-    f"progress = NULL, lease = NULL WHERE {AMONG} AND state = 'running' AND lease < ? AND cancel_at IS NULL "
-    "RETURNING seq, claim_no, run_at, recurrence"
+    f"progress = NULL, lease = NULL WHERE {AMONG} AND state = 'running' AND worker = ? AND started = ? AND lease < ? "
+    "AND cancel_at IS NULL AND recurrence = ?"
 )
 RESCHEDULE: Final = (
     "UPDATE tinyq_jobs SET task = :task, payload = :payload, payload_version = :payload_version, options = :options, "
@@ -4611,8 +4616,8 @@ class Lane(NamedTuple):
     fragile: bool
     slots: int  # that are free for it
     terms: Terms | None
-    due: Sequence[tuple[int, int, int]] | None = None  # its jobs, if they have just come due and are in no index yet: see DUE_NOW
-    alone: bool = False  # those go into no call with others
+    recurring: bool = False  # most of its jobs, it may be
+    due: Sequence[Any] | None = None  # its jobs, best first, if they have just come due and are in no index yet: see DUE_NOW
 
     @property
     def unfit(self) -> bool:
@@ -4648,7 +4653,8 @@ def lanes_with_room(
         group = [(queue, task, value, first)] if first == last else lanes_of_group(db, namespace, first, last, fragile, now)
         for queue_name, task_name, value, number in group:
             if (slots := room.free(queue_name, task_name)) > 0:
-                lanes.append(Lane(queue_name, task_name, value, number, fragile, slots, room.terms.get(task_name)))
+                terms = room.terms.get(task_name)
+                lanes.append(Lane(queue_name, task_name, value, number, fragile, slots, terms, terms is not None))
         full = full or len(group) == LANES_AT_ONCE
     return lanes, full
 
@@ -4685,7 +4691,7 @@ def gated_heads(db: sqlite3.Connection, room: Room, lane: Lane, limits: Limits, 
     [head] = gated_rows(db, lane, 1) or [None]
     if head is not None and terms.window and not (lane.fragile or head[5]):
         if lane.due is not None:
-            count, first_run_at = len(lane.due), min(run_at for _, run_at, _ in lane.due[: terms.size])
+            count, first_run_at = len(lane.due), min(row[1] for row in lane.due[: terms.size])
         else:
             count, first_run_at = db.execute(GATHERED, (lane.number, terms.size)).fetchone()
         if (wait := terms.ripe_at([first_run_at], count)) > now:
@@ -4698,7 +4704,7 @@ def gated_heads(db: sqlite3.Connection, room: Room, lane: Lane, limits: Limits, 
 
 def gated_rows(db: sqlite3.Connection, lane: Lane, most: int) -> list[Any]:
     if lane.due is not None:
-        return [(*row, lane.task, lane.value, lane.alone) for row in lane.due[:most]]
+        return [*lane.due[:most]]
     return db.execute(FRAGILE_GATED if lane.fragile else GATED_HEADS, (lane.number, most)).fetchall()
 
 
@@ -4730,7 +4736,7 @@ class Choice(NamedTuple):
     more: bool  # something due may be left
     wait: int | None = None  # when there is something again, whose time has come but for a rate or a window
     spent: Iterable[tuple[str, str, Rate, int]] = ()
-    gated: bool = False  # all of them are of tasks that have terms
+    recurring: bool = False  # most of them, it may be
     limited: frozenset[str] = frozenset()  # see Claimed
 
 
@@ -4752,13 +4758,13 @@ def candidates(
         if lane.terms is None:
             found, full = plain_heads(db, room, lane)
             plain = (lane.queue, lane.task, lane.fragile, "", True)
-            heads += [(-priority, run_at, seq, (*plain, seq)) for priority, run_at, seq in found]
+            heads += [(-priority, run_at, seq, (*plain, seq)) for priority, run_at, seq, *_ in found]
         else:
             found, ripe_at = gated_heads(db, room, lane, limits, now)
             full, window = len(found) >= lane.slots * lane.terms.size, lane.terms.window
             heads += [
                 (-priority, run_at, seq, (lane.queue, task, lane.fragile, value or "", bool(alone), seq))
-                for priority, run_at, seq, task, value, alone in found
+                for priority, run_at, seq, task, value, alone, *_ in found
             ]
         more, wait = more or full, soonest(wait, ripe_at)
         since = min(since, found[0][1] + window) if found else since
@@ -4769,10 +4775,10 @@ def candidates(
     picked = room.pick((head[3] for head in heads), limits, most)
     left_for_others = now + FRESH_FOR if most < len(heads) else None
     look_on = now + LOOK_ON if len(lanes) >= LANES_AT_ONCE else None
-    gated = all(lane.terms is not None for lane in (*lanes, *fragile))
+    recurring = all(lane.recurring for lane in (*lanes, *fragile))
     wait = soonest(wait, limits.wait, left_for_others, look_on)
     more = more or len(picked) + limits.refused < len(heads)
-    return Choice(picked, more, wait, limits.spent, gated, frozenset(task for task, _ in limits.blocked))
+    return Choice(picked, more, wait, limits.spent, recurring, frozenset(task for task, _ in limits.blocked))
 
 
 def of_one_lane(
@@ -4790,7 +4796,7 @@ def of_one_lane(
         most = share.of(db, namespace, most)
     wait = soonest(ripe_at, now + FRESH_FOR if most < len(found) else None)
     limited = frozenset(task for task, _ in limits.blocked)
-    return Choice([row[2] for row in found[:most]], full or most < len(found), wait, (), lane.terms is not None, limited)
+    return Choice([row[2] for row in found[:most]], full or most < len(found), wait, (), lane.recurring, limited)
 
 
 def left_in_all(db: sqlite3.Connection, namespace: str, now: int, terms: Terms, value: str) -> Left:
@@ -4868,7 +4874,7 @@ def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, 
     for task, value, rate, count in choice.spent:
         known = db.execute(FULL_AT, (namespace, task, value)).fetchone()
         db.execute(SPEND, (namespace, task, value, rate.spend(known[0] if known else None, now, count)))
-    rows = whole_rows(db, take(db, namespace, choice, worker, lease, now), worker, lease, now)
+    rows = take(db, namespace, choice, worker, lease, now)
     return Claimed(rows, soonest(next_at, choice.wait), full or choice.more, paused, choice.limited)
 
 
@@ -4884,22 +4890,22 @@ class JustDue(NamedTuple):
 def just_due(db: sqlite3.Connection, namespace: str, room: Room, now: int) -> JustDue | None:
     """None if the claim index is needed: for limits, for rows without a lane, or where some have been lost before."""
     rows = db.execute(DUE_NOW, (namespace, now, room.comes_due)).fetchall()
-    jobs: dict[int, list[tuple[int, int, int]]] = {}
-    for number, priority, run_at, seq, lost in rows:
-        if lost:
-            return None
-        jobs.setdefault(number, []).append((priority, run_at, seq))
-    if 0 in jobs or len(jobs) > LANES_AT_ONCE:
+    jobs: dict[int, list[Any]] = {}
+    for row in rows:
+        jobs.setdefault(row[6], []).append(row)
+    if 0 in jobs or len(jobs) > LANES_AT_ONCE or any(row[7] for row in rows):
         return None
     lanes, full = list[Lane](), False
     for number, due in jobs.items():
-        queue, task, value, alone = db.execute(KIND, (due[0][2],)).fetchone()
+        task, value = due[0][3:5]
+        queue, recurring = db.execute(KIND, (due[0][2],)).fetchone()
         terms, slots = room.terms.get(task), room.free(queue, task)
         if terms is not None and terms.limited:
             return None
         if slots > 0:
-            due.sort(key=lambda row: (-row[0], *row[1:]))
-            lanes.append(Lane(queue, task, value, number, False, slots, terms, due, bool(alone)))
+            if any(row[0] != due[0][0] for row in due):
+                due.sort(key=lambda row: (-row[0], row[1], row[2]))
+            lanes.append(Lane(queue, task, value, number, False, slots, terms, bool(recurring), due))
         else:
             full = full or room.wants(queue, task)
     return JustDue(lanes, full, rows, len(rows) < room.comes_due)
@@ -4911,9 +4917,9 @@ def claim_just_due(
     """Take of it what there is room for. What is left stays as it is for a moment, in which others may take it in the same way;
     then it goes where a backlog is cheap to look through."""
     choice = candidates(db, namespace, room, come.lanes, (), now, share._replace(due=len(come.rows)))
-    rows = whole_rows(db, take(db, namespace, choice, share.worker, lease, now), share.worker, lease, now)
-    picked, stays = {*choice.seqs}, come.whole and come.rows[0][2] > now - FRESH_FOR
-    left = [seq for *_, seq, _ in come.rows if seq not in picked] if len(picked) < len(come.rows) else []
+    rows = take(db, namespace, choice, share.worker, lease, now)
+    picked, stays = {*choice.seqs}, come.whole and come.rows[0][1] > now - FRESH_FOR
+    left = [row[2] for row in come.rows if row[2] not in picked] if len(picked) < len(come.rows) else []
     if left and not stays:
         db.execute(COME_DUE_THESE, (encode_json(left),))
     again = now + FRESH_FOR if left and stays else None if come.whole else now
@@ -4922,38 +4928,35 @@ def claim_just_due(
     return Claimed(rows, soonest(again, upcoming, choice.wait), more, room.paused, choice.limited)
 
 
-CLAIMED_HAS: Final = (*CLAIMED.split(", "), *RECURRING_HAS)  # of which CLAIM answers the first alone
+CHOSEN_HAS: Final = tuple(f"{CHOSEN}, {RECURRING_HAS}".split(", "))  # of which READ_CHOSEN answers the first alone
+NEWLY_CLAIMED: Final = {"durable": True, "state": State.RUNNING, "attempts": 1, "claim_no": 1}
 
 
-def whole_rows(db: sqlite3.Connection, claimed: Iterable[Sequence[Any]], worker: str, lease: int, now: int) -> list[JobRow]:
-    """What a claim has taken, in order, with all that is to be known of it."""
-    rows: list[JobRow] = []
-    recurring: dict[int, JobRow] = {}
-    special: list[int] = []
-    common = {"durable": True, "state": State.RUNNING, "worker": worker, "lease": lease, "started": now}
-    for values in sorted(claimed, key=lambda values: (-values[4], values[5], values[0])):  # RETURNING has no order
-        if values[-1] == SPECIAL:
-            special.append(values[0])
-            continue
-        row: JobRow = object.__new__(JobRow)
-        row.attempts = row.claim_no = 1
-        vars(row).update(zip(CLAIMED_HAS, values[:-1], strict=False))
+def take(db: sqlite3.Connection, namespace: str, choice: Choice, worker: str, lease: int, now: int) -> list[JobRow]:
+    """Lease what was chosen to the worker. In the order of the choice, with all that is to be known of it."""
+    if not choice.seqs:
+        return []
+    common = NEWLY_CLAIMED | {"worker": worker, "lease": lease, "started": now}
+    rows: dict[int, JobRow] = {}
+    recurring, special = list[int](), list[int]()
+    for values in db.execute(READ_RECURRING if choice.recurring else READ_CHOSEN, (namespace, encode_json(choice.seqs))):
+        row = rows[values[0]] = object.__new__(JobRow)
         vars(row).update(common)
-        rows.append(row)
-        if values[-1] == RECURRING_ONLY:
-            recurring[row.seq] = row
-    if special:
-        rows += map(as_row, db.execute(f"SELECT {ALL} FROM tinyq_jobs WHERE {AMONG}", (encode_json(special),)))
-        rows.sort(key=lambda row: (-row.priority, row.run_at, row.seq))
+        vars(row).update(zip(CHOSEN_HAS, values[:-1], strict=False))
+        if values[-1] == SPECIAL:
+            special.append(row.seq)
+        elif choice.recurring:
+            row.claim_no += 1
+        elif values[-1] == RECURRING_ONLY:
+            recurring.append(row.seq)
+    db.execute(CLAIM, (worker, lease, now, encode_json([*rows])))
     if recurring:
-        for seq, *others in db.execute(SELECT_RECURRING, (encode_json([*recurring]),)):
-            vars(recurring[seq]).update(zip(RECURRING_HAS, others, strict=True))
-    return rows
-
-
-def take(db: sqlite3.Connection, namespace: str, choice: Choice, worker: str, lease: int, now: int) -> Sequence[Any]:
-    claim, among = CLAIM_GATED if choice.gated else CLAIM, encode_json(choice.seqs)
-    return db.execute(claim, (worker, lease, now, namespace, among)).fetchall() if choice.seqs else ()
+        for seq, *others in db.execute(MORE_OF_RECURRING, (encode_json(recurring),)):
+            vars(rows[seq]).update(zip(RECURRING_HAS.split(", "), others, strict=True))
+    if special:
+        for row in map(as_row, db.execute(f"SELECT {ALL} FROM tinyq_jobs WHERE {AMONG}", (encode_json(special),))):
+            rows[row.seq] = row
+    return [rows[seq] for seq in choice.seqs if seq in rows]
 
 
 def unknown_heads(db: sqlite3.Connection, namespace: str, known: Iterable[str]) -> dict[int, str]:
@@ -5022,22 +5025,28 @@ def settle_rows(
 def move_on(
     db: sqlite3.Connection, settlements: Sequence[Settlement], lease_before: int, states: dict[int, State], now: int
 ) -> Sequence[Settlement]:
-    """Settle recurring jobs to which nothing special has happened, by rows as they were when they were claimed; those of a period
-    together, or none of them if one has another claim, was cancelled or has become another. Answers all that are left."""
-    runs: dict[int, set[tuple[int, int, int, str]]] = {}  # by period
+    """Settle recurring jobs to which nothing special has happened, by rows as they were when they were claimed; those of a claim
+    and a period together, or none of them if one has another claim, was cancelled or has become another. Answers all that are
+    left."""
+    runs: dict[tuple[int, str, tuple[str | None, int | None]], list[int]] = {}
     for change in settlements:
-        if change.ran is not None and (moved := as_usual(change, now)) is not None:
-            period, upcoming = moved
-            runs.setdefault(period, set()).add((change.seq, change.claim_no, upcoming, change.ran.recurrence))
-    for period, expected in runs.items():
-        seqs = encode_json([seq for seq, *_ in expected])
-        db.execute("SAVEPOINT tinyq_usual")
-        if {*db.execute(MOVE_ON_AS_USUAL, (period, period, seqs, lease_before))} == expected:
-            states.update((seq, State.PENDING) for seq, *_ in expected)
-        else:
-            db.execute("ROLLBACK TO tinyq_usual")
-        db.execute("RELEASE tinyq_usual")
+        if (ran := change.ran) is not None and (period := as_usual(change, now)):
+            runs.setdefault((period, ran.recurrence, ran.claim), []).append(change.seq)
+    for (period, recurrence, claim), seqs in runs.items():
+        if all_or_none(db, MOVE_ON_AS_USUAL, (period, period, encode_json(seqs), *claim, lease_before, recurrence), len(seqs)):
+            states.update(dict.fromkeys(seqs, State.PENDING))
     return [change for change in settlements if change.seq not in states] if runs else settlements
+
+
+def all_or_none(db: sqlite3.Connection, statement: str, parameters: Sequence[Any], count: int) -> bool:
+    """Whether the statement found all of so many rows; otherwise it has changed nothing."""
+    db.execute("SAVEPOINT tinyq_all")
+    if complete := db.execute(statement, parameters).rowcount == count:
+        db.execute("RELEASE tinyq_all")
+    else:
+        db.execute("ROLLBACK TO tinyq_all")
+        db.execute("RELEASE tinyq_all")
+    return complete
 
 
 def delete_done(
@@ -5049,9 +5058,11 @@ def delete_done(
         if not change.keep and change.state is not State.PENDING:
             ends.setdefault(change.claim_no, []).append(change)
     for claim_no, changes in ends.items():
-        seqs = encode_json([change.seq for change in changes])
-        deleted = {seq for (seq,) in db.execute(DONE_WITH, (seqs, claim_no, lease_before))}
-        states.update((change.seq, change.state) for change in changes if change.seq in deleted)
+        which = encode_json([change.seq for change in changes]), claim_no, lease_before
+        if not all_or_none(db, DONE_WITH, which, len(changes)):
+            held = {seq for (seq,) in db.execute(f"{DONE_WITH} RETURNING seq", which)}
+            changes = [change for change in changes if change.seq in held]
+        states.update((change.seq, change.state) for change in changes)
     return [change for change in settlements if change.seq not in states]
 
 
@@ -7179,7 +7190,7 @@ def choose_fire_time(job: Running, now: int) -> bool:
     """For which of the fire times that have passed a recurring job runs; False for none of them, as it is too late."""
     due = cast(int, job.fire_time)
     if 0 <= now - due < interval_of(cast(str, job.recurrence))[2] and job.attempts == 1:
-        job.ran = Ran(due, now, 0, 0, cast(str, job.recurrence))
+        job.ran = Ran(due, now, 0, 0, cast(str, job.recurrence), (job.worker, job.started))
         return True
     recurrence = recurrence_of(cast(str, job.recurrence))
     rule = rule_from(recurrence.rule)
@@ -7386,7 +7397,9 @@ async def call_batch(call: BatchCall, threads: Threads, clock: Clock, ended: Cal
         else:
             item.in_handler = True
             kept.append(item)
-            values += (*found[0], *found[1].values())
+            values += found[0]
+            if found[1]:
+                values += found[1].values()
     if kept:
         call.hold(kept)
         call.args = (values,)
@@ -7893,10 +7906,11 @@ class Crew:
         by itself starts once its claim is there to stay."""
         if not tier.durable:
             return
-        careful = []
+        tasks, careful = {row.task for row in rows}, []
+        known = {name: handler for name, handler in self.handlers.items() if name in tasks}
+        strict = {name for name, handler in known.items() if handler.options.get("on_lost") == "dead"}
         for row in rows:
-            handler = self.handlers.get(row.task)
-            if handler is not None and (row.options or handler.options.get("on_lost") == "dead"):
+            if (row.options or row.task in strict) and (handler := known.get(row.task)) is not None:
                 with contextlib.suppress(Undecodable):
                     if self._settings_of(row, handler).on_lost == "dead":
                         careful.append((row.seq, row.claim_no, None))
@@ -7907,12 +7921,12 @@ class Crew:
                 await tier.store.confirm(careful, rows[0].lease or 0)
 
     async def _start_all(self, tier: Tier, rows: Sequence[JobRow], now: int) -> None:
-        back, calls = [], dict[tuple[Any, ...], list[Running]]()
+        back, calls, handles = [], dict[tuple[Any, ...], list[Running]](), tier.durable and bool(self.live)
         for row in rows:
             if row.tag in self.running:  # it lost its lease here, and its thread has not ended yet
                 back.append(decide(row, Outcome("unstarted", delay=1.0), Settings(), now))
                 continue
-            if self.live and tier.durable:
+            if handles:
                 row = self.known(row)
             handler = row.handler or self.handlers.get(row.task)
             if handler is None:  # two lanes with one number
@@ -8138,9 +8152,14 @@ class Crew:
             self._ended = self._ended + batch if self._singly else batch + self._ended
             raise
         self.written += 1
+        handles = bool(self.live)
         for job, outcome, change in batch:
+            state = states.get(change.seq)
             try:
-                self._settled(job, outcome, change, states.get(change.seq), now)
+                if outcome is DONE and job.recurrence and state is not None:
+                    self._moved_on(job, state, handles, now)
+                else:
+                    self._settled(job, outcome, change, state, now)
             except Exception:
                 log.exception("%s: a defect in tinyq, after its outcome was written", label(job))
                 self.running.pop(job.tag, None)
@@ -8164,12 +8183,7 @@ class Crew:
                 job.state, job.ran = state, None
                 if job.tier.durable:
                     job.args = None
-                    if self.live:
-                        self.live.pop(job.id, None)
-                    if outcome is DONE:
-                        job.value = None
-                        self._leave(job, now)
-                        return  # (whoever has it settled looks for more to do)
+                    self.live.pop(job.id, None)
             elif job.tier.durable:
                 apply(job, change, now)
                 job.args = None
@@ -8181,6 +8195,15 @@ class Crew:
             self._became_dead(job, now, change if job.recurrence else None)
             if change.state is State.PENDING or job.key is not None:
                 job.tier.wake.set()
+        self._leave(job, now)
+
+    def _moved_on(self, job: Running, state: State, handles: bool, now: int) -> None:
+        """A durable recurring job is done for once: what becomes of it next is known to the store."""
+        if job.ran is not None:
+            self._note_ran(job, job.ran, now)
+        job.state, job.ran, job.args, job.value = state, None, None, None
+        if handles:
+            self.live.pop(job.id, None)
         self._leave(job, now)
 
     def _note_ran(self, job: Running, ran: Ran, now: int) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -948,8 +949,8 @@ async def test_no_statement_of_daily_work_scans_the_jobs(watched: SQLiteStore, s
         ("EDGES", ("default",), "tinyq_later (namespace=?)"),
         ("EDGES", ("default",), "SEARCH tinyq_jobs USING INDEX tinyq_claim"),
         ("EDGES", ("default",), "SEARCH tinyq_jobs USING INDEX tinyq_fragile"),
-        ("SAME_KEY", ("default", "send", "k1", "pending"), "tinyq_keys (namespace=? AND task=? AND key=? AND state=?)"),
-        ("SAME_RECURRING", ("default", "send", "k1", "pending"), "tinyq_recurring_keys (namespace=? AND task=? AND key=?)"),
+        ("DUE_NOW", ("default", NOW, 500), "tinyq_later (namespace=? AND run_at<?)"),
+        ("UPCOMING", ("default", NOW), "tinyq_later (namespace=? AND run_at>?)"),
         ("OVERLAP", ("default", "s1"), "tinyq_occurrences (namespace=? AND schedule=?)"),
     ],
 )
@@ -960,6 +961,26 @@ async def test_a_frequent_statement_is_served_by_its_own_index(
     steps = plan(other, getattr(tinyq, statement), parameters)
     assert any(index in step for step in steps), steps
     assert [step for step in steps if "TEMP B-TREE" in step] == []
+
+
+@pytest.mark.parametrize("recurs", [False, True])
+@pytest.mark.parametrize("state", [State.PENDING, State.RUNNING])
+async def test_a_key_is_looked_for_in_the_index_of_its_kind(
+    store: SQLiteStore, other: sqlite3.Connection, state: State, recurs: bool
+) -> None:
+    await fill(store)
+    [step] = plan(other, tinyq.SAME_KEY[state, recurs], ("default", "send", "k1"))
+    assert f"tinyq_{'recurring_' * recurs}keys (namespace=? AND task=? AND key=?" in step
+
+
+async def test_what_a_partial_index_asks_for_is_no_parameter_or_each_use_would_be_prepared_anew(
+    watched: SQLiteStore, spy: Spy
+) -> None:
+    await all_verbs(watched)
+    conditions = [sql.partition("WHERE")[2] for sql, _, _ in spy.seen if "tinyq_jobs" in sql]
+    asked = {sql for sql in conditions if re.search(r"\b(state|ready) = [?:]", sql)}
+    assert len(conditions) > 20
+    assert [sql for sql in asked if "ORDER BY seq LIMIT" not in sql] == []
 
 
 async def test_what_is_unscheduled_is_found_by_its_key(watched: SQLiteStore, spy: Spy, other: sqlite3.Connection) -> None:
@@ -980,7 +1001,7 @@ async def test_recurring_jobs_move_on_together_in_one_statement(
     await watched.insert([job(key=f"k{n}", recurrence=text, fire_time=NOW) for n in range(10)], NOW)
     rows = await claim(watched)
     spy.seen.clear()
-    ran = tinyq.Ran(NOW, NOW, 0, 0, text)
+    ran = tinyq.Ran(NOW, NOW, 0, 0, text, ("w1", NOW))
     states = await watched.settle([tinyq.done_with(row)._replace(ran=ran) for row in rows], NOW + 1)
     assert states == {row.seq: State.PENDING for row in rows}
     [(sql, parameters)] = [(sql, parameters) for sql, parameters, _ in spy.seen if "tinyq_jobs" in sql]

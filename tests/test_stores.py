@@ -230,7 +230,7 @@ async def recurring(store: Store, keys: str, seconds: float = 60) -> list[JobRow
 def ran(row: JobRow, **changes: Any) -> Settlement:
     """It was started as soon as it was claimed, and has nothing to say."""
     assert row.recurrence is not None
-    return outcome(row, keep=False, ran=tinyq.Ran(NOW, NOW, 0, 0, row.recurrence), **changes)
+    return outcome(row, keep=False, ran=tinyq.Ran(NOW, NOW, 0, 0, row.recurrence, (row.worker, row.started)), **changes)
 
 
 async def test_recurring_jobs_that_are_done_wait_for_their_next_fire_times(store: Store) -> None:
