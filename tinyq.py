@@ -1221,7 +1221,7 @@ class Ran(NamedTuple):
     missed: int = 0
     superseded: int = 0  # retries that were given up
     recurrence: str = ""  # by which that was chosen
-    claim: tuple[str | None, int | None] = (None, None)  # by whom it was claimed, and when
+    claim: tuple[str | None, int | None] = (None, None)  # by whom it was claimed, and when: no other claim of it has the same
 
 
 class Inserted(NamedTuple):

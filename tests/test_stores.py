@@ -235,7 +235,7 @@ def ran(row: JobRow, **changes: Any) -> Settlement:
 
 async def test_recurring_jobs_that_are_done_wait_for_their_next_fire_times(store: Store) -> None:
     rows = [*await recurring(store, "abc"), *await recurring(store, "def", 90)]
-    rows[0].claim_no -= 1  # claimed by another meanwhile
+    rows[0].claim_no, rows[0].worker = rows[0].claim_no - 1, "w0"  # claimed by another meanwhile
     states = await store.settle([ran(row) for row in rows], NOW + SECOND)
     assert states == {row.seq: State.PENDING for row in rows[1:]}
     found = await store.get([row.id for row in rows])
