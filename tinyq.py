@@ -4315,6 +4315,10 @@ READ_CHOSEN: Final = (
     "OR coalesce(options, headers, key, expires, schedule, reason, cancel_at, limit_value) IS NOT NULL END "
     "FROM tinyq_jobs WHERE namespace = ? AND seq IN (SELECT value FROM json_each(?))"
 )
+# The best of a lane with all that, where they are going to be chosen.
+READ_HEADS: Final = READ_CHOSEN.replace(
+    "seq IN (SELECT value FROM json_each(?))", "ready = 1 AND lane = ? ORDER BY priority DESC, run_at, seq LIMIT ?"
+)
 READ_RECURRING: Final = (  # the same where many recur
     f"SELECT {CHOSEN}, {RECURRING_HAS}, (attempts, lost, snoozes, interruptions, payload_version) <> (0, 0, 0, 0, 1) "
     "OR coalesce(options, headers, expires, schedule, reason, error, parked, cancel_at, limit_value, singly) IS NOT NULL "
@@ -4712,14 +4716,18 @@ FRESH_FOR: Final = 10_000  # microseconds that due jobs are left for the others;
 
 
 class Share(NamedTuple):
-    """Of which worker's claim this is, and since when others must have been seen to count as alive."""
+    """Of which worker's claim this is, when it is made, and since when others must have been seen to count as alive."""
 
     worker: str
+    now: int
     seen: int
-    due: int | None = None  # how many there are, if that is known
+    due: int | None = None  # how many jobs there are, if that is known
 
-    def of(self, db: sqlite3.Connection, namespace: str, wanted: int) -> int:
-        """How many of the jobs that have just come due it takes: as many as each of the workers if they share them evenly."""
+    def of(self, db: sqlite3.Connection, namespace: str, wanted: int, since: int) -> int:
+        """How many it takes of jobs the first of which came due at `since`: if they have only just done so, as many as each of
+        the workers if they share them evenly."""
+        if wanted <= 1 or since <= self.now - FRESH_FOR:
+            return wanted
         others = cast(int, db.execute(OTHERS, (namespace, self.worker, self.seen)).fetchone()[0])
         if not others:
             return wanted
@@ -4737,6 +4745,7 @@ class Choice(NamedTuple):
     wait: int | None = None  # when there is something again, whose time has come but for a rate or a window
     spent: Iterable[tuple[str, str, Rate, int]] = ()
     recurring: bool = False  # most of them, it may be
+    read: Sequence[Sequence[Any]] | None = None  # what READ_CHOSEN says of them, if that is known
     limited: frozenset[str] = frozenset()  # see Claimed
 
 
@@ -4770,33 +4779,36 @@ def candidates(
         since = min(since, found[0][1] + window) if found else since
     heads.sort()
     most = len(heads)
-    if share is not None and most > 1 and since > now - FRESH_FOR:
-        most = share.of(db, namespace, most)
+    if share is not None:
+        most = share.of(db, namespace, most, since)
     picked = room.pick((head[3] for head in heads), limits, most)
     left_for_others = now + FRESH_FOR if most < len(heads) else None
     look_on = now + LOOK_ON if len(lanes) >= LANES_AT_ONCE else None
     recurring = all(lane.recurring for lane in (*lanes, *fragile))
     wait = soonest(wait, limits.wait, left_for_others, look_on)
     more = more or len(picked) + limits.refused < len(heads)
-    return Choice(picked, more, wait, limits.spent, recurring, frozenset(task for task, _ in limits.blocked))
+    return Choice(picked, more, wait, limits.spent, recurring, limited=frozenset(task for task, _ in limits.blocked))
 
 
 def of_one_lane(
     db: sqlite3.Connection, namespace: str, room: Room, lane: Lane, limits: Limits, now: int, share: Share | None
 ) -> Choice:
     """The same where there is one lane, without limits: all that comes off it fits."""
+    if lane.terms is None and lane.due is None:
+        read = db.execute(READ_HEADS, (namespace, lane.number, lane.slots)).fetchall()
+        most = share.of(db, namespace, len(read), read[0][5]) if share is not None and read else len(read)
+        wait = now + FRESH_FOR if most < len(read) else None
+        return Choice([row[0] for row in read[:most]], most == lane.slots or most < len(read), wait, read=read[:most])
     ripe_at, window = None, 0
     if lane.terms is None:
         found, full = plain_heads(db, room, lane)
     else:
         found, ripe_at = gated_heads(db, room, lane, limits, now)
         full, window = len(found) >= lane.slots * lane.terms.size, lane.terms.window
-    most = len(found)
-    if share is not None and most > 1 and found[0][1] + window > now - FRESH_FOR:
-        most = share.of(db, namespace, most)
+    most = share.of(db, namespace, len(found), found[0][1] + window) if share is not None and found else len(found)
     wait = soonest(ripe_at, now + FRESH_FOR if most < len(found) else None)
     limited = frozenset(task for task, _ in limits.blocked)
-    return Choice([row[2] for row in found[:most]], full or most < len(found), wait, (), lane.recurring, limited)
+    return Choice([row[2] for row in found[:most]], full or most < len(found), wait, (), lane.recurring, limited=limited)
 
 
 def left_in_all(db: sqlite3.Connection, namespace: str, now: int, terms: Terms, value: str) -> Left:
@@ -4854,7 +4866,7 @@ def look_for_due(db: sqlite3.Connection, namespace: str, room: Room, now: int) -
 
 def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, lease: int, now: int) -> Claimed:
     next_at, first, first_fragile, paused = edges(db, namespace)
-    room, share = room.without(paused), Share(worker, now - (lease - now))
+    room, share = room.without(paused), Share(worker, now, now - (lease - now))
     if next_at is not None and next_at <= now:
         if first != 0 and first_fragile != 0 and not any(due_lanes(db, namespace, room, first, first_fragile, now)[:2]):
             come = just_due(db, namespace, room, now)
@@ -4939,7 +4951,8 @@ def take(db: sqlite3.Connection, namespace: str, choice: Choice, worker: str, le
     common = NEWLY_CLAIMED | {"worker": worker, "lease": lease, "started": now}
     rows: dict[int, JobRow] = {}
     recurring, special = list[int](), list[int]()
-    for values in db.execute(READ_RECURRING if choice.recurring else READ_CHOSEN, (namespace, encode_json(choice.seqs))):
+    read = READ_RECURRING if choice.recurring else READ_CHOSEN
+    for values in choice.read or db.execute(read, (namespace, encode_json(choice.seqs))):
         row = rows[values[0]] = object.__new__(JobRow)
         vars(row).update(common)
         vars(row).update(zip(CHOSEN_HAS, values[:-1], strict=False))
