@@ -4291,13 +4291,7 @@ COME_DUE: Final = (
     "UPDATE tinyq_jobs SET ready = CASE WHEN lost > 0 THEN 3 ELSE 1 END WHERE seq IN (SELECT seq FROM tinyq_jobs "
     "WHERE ready = 0 AND namespace = ? AND run_at <= ? ORDER BY run_at, priority DESC LIMIT ?)"
 )
-# Where nothing waits, what has come due can be claimed as it is, and need not go through the claim index. Begins as GATED_HEADS.
-DUE_NOW: Final = (
-    "SELECT priority, run_at, seq, task, limit_value, singly IS NOT NULL, lane, lost FROM tinyq_jobs "
-    "WHERE ready = 0 AND namespace = ? AND run_at <= ? ORDER BY run_at, priority DESC LIMIT ?"
-)
 COME_DUE_THESE: Final = "UPDATE tinyq_jobs SET ready = 1 WHERE seq IN (SELECT value FROM json_each(?))"
-KIND: Final = "SELECT queue, recurrence IS NOT NULL FROM tinyq_jobs WHERE seq = ?"
 UPCOMING: Final = "SELECT min(run_at) FROM tinyq_jobs WHERE ready = 0 AND namespace = ? AND run_at > ?"
 # A claim reads first and then writes: with RETURNING an UPDATE or a DELETE takes twice as long, as SQLite then goes through all
 # rows twice and unpacks the whole of each, as for a trigger.
@@ -4323,6 +4317,10 @@ READ_RECURRING: Final = (  # the same where many recur
     f"SELECT {CHOSEN}, {RECURRING_HAS}, (attempts, lost, snoozes, interruptions, payload_version) <> (0, 0, 0, 0, 1) "
     "OR coalesce(options, headers, expires, schedule, reason, error, parked, cancel_at, limit_value, singly) IS NOT NULL "
     "FROM tinyq_jobs WHERE namespace = ? AND seq IN (SELECT value FROM json_each(?))"
+)
+# Where nothing waits, what has come due can be claimed as it is, and need not go through the claim index.
+DUE_NOW: Final = READ_RECURRING.replace(f"{RECURRING_HAS}, ", f"{RECURRING_HAS}, lane, lost, singly IS NOT NULL, ").replace(
+    "seq IN (SELECT value FROM json_each(?))", "ready = 0 AND run_at <= ? ORDER BY run_at, priority DESC LIMIT ?"
 )
 AMONG: Final = "seq IN (SELECT value FROM json_each(?))"
 SPECIAL: Final = 1  # what READ_CHOSEN says of a row that is to be read whole
@@ -4620,7 +4618,6 @@ class Lane(NamedTuple):
     fragile: bool
     slots: int  # that are free for it
     terms: Terms | None
-    recurring: bool = False  # most of its jobs, it may be
     due: Sequence[Any] | None = None  # its jobs, best first, if they have just come due and are in no index yet: see DUE_NOW
 
     @property
@@ -4657,8 +4654,7 @@ def lanes_with_room(
         group = [(queue, task, value, first)] if first == last else lanes_of_group(db, namespace, first, last, fragile, now)
         for queue_name, task_name, value, number in group:
             if (slots := room.free(queue_name, task_name)) > 0:
-                terms = room.terms.get(task_name)
-                lanes.append(Lane(queue_name, task_name, value, number, fragile, slots, terms, terms is not None))
+                lanes.append(Lane(queue_name, task_name, value, number, fragile, slots, room.terms.get(task_name)))
         full = full or len(group) == LANES_AT_ONCE
     return lanes, full
 
@@ -4678,7 +4674,7 @@ def plain_heads(db: sqlite3.Connection, room: Room, lane: Lane) -> tuple[list[An
     """The best of a lane whose task has no terms, and whether there may be more."""
     most = min(lane.slots, room.fragile) if lane.fragile else lane.slots
     if lane.due is not None:
-        return [*lane.due[:most]], len(lane.due) >= most
+        return [(row[4], row[5], row[0]) for row in lane.due[:most]], len(lane.due) >= most
     found = db.execute(FRAGILE_HEADS if lane.fragile else LANE_HEADS, (lane.number, most)).fetchall()
     return found, len(found) == most
 
@@ -4695,7 +4691,7 @@ def gated_heads(db: sqlite3.Connection, room: Room, lane: Lane, limits: Limits, 
     [head] = gated_rows(db, lane, 1) or [None]
     if head is not None and terms.window and not (lane.fragile or head[5]):
         if lane.due is not None:
-            count, first_run_at = len(lane.due), min(row[1] for row in lane.due[: terms.size])
+            count, first_run_at = len(lane.due), min(row[5] for row in lane.due[: terms.size])
         else:
             count, first_run_at = db.execute(GATHERED, (lane.number, terms.size)).fetchone()
         if (wait := terms.ripe_at([first_run_at], count)) > now:
@@ -4708,7 +4704,7 @@ def gated_heads(db: sqlite3.Connection, room: Room, lane: Lane, limits: Limits, 
 
 def gated_rows(db: sqlite3.Connection, lane: Lane, most: int) -> list[Any]:
     if lane.due is not None:
-        return [*lane.due[:most]]
+        return [(row[4], row[5], row[0], row[2], lane.value, row[14]) for row in lane.due[:most]]
     return db.execute(FRAGILE_GATED if lane.fragile else GATED_HEADS, (lane.number, most)).fetchall()
 
 
@@ -4745,7 +4741,7 @@ class Choice(NamedTuple):
     wait: int | None = None  # when there is something again, whose time has come but for a rate or a window
     spent: Iterable[tuple[str, str, Rate, int]] = ()
     recurring: bool = False  # most of them, it may be
-    read: Sequence[Sequence[Any]] | None = None  # what READ_CHOSEN says of them, if that is known
+    read: Sequence[Sequence[Any]] | None = None  # what READ_RECURRING then says of them, or READ_CHOSEN, if that is known
     limited: frozenset[str] = frozenset()  # see Claimed
 
 
@@ -4767,13 +4763,13 @@ def candidates(
         if lane.terms is None:
             found, full = plain_heads(db, room, lane)
             plain = (lane.queue, lane.task, lane.fragile, "", True)
-            heads += [(-priority, run_at, seq, (*plain, seq)) for priority, run_at, seq, *_ in found]
+            heads += [(-priority, run_at, seq, (*plain, seq)) for priority, run_at, seq in found]
         else:
             found, ripe_at = gated_heads(db, room, lane, limits, now)
             full, window = len(found) >= lane.slots * lane.terms.size, lane.terms.window
             heads += [
                 (-priority, run_at, seq, (lane.queue, task, lane.fragile, value or "", bool(alone), seq))
-                for priority, run_at, seq, task, value, alone, *_ in found
+                for priority, run_at, seq, task, value, alone in found
             ]
         more, wait = more or full, soonest(wait, ripe_at)
         since = min(since, found[0][1] + window) if found else since
@@ -4784,7 +4780,7 @@ def candidates(
     picked = room.pick((head[3] for head in heads), limits, most)
     left_for_others = now + FRESH_FOR if most < len(heads) else None
     look_on = now + LOOK_ON if len(lanes) >= LANES_AT_ONCE else None
-    recurring = all(lane.recurring for lane in (*lanes, *fragile))
+    recurring = all(lane.terms is not None for lane in (*lanes, *fragile))
     wait = soonest(wait, limits.wait, left_for_others, look_on)
     more = more or len(picked) + limits.refused < len(heads)
     return Choice(picked, more, wait, limits.spent, recurring, limited=frozenset(task for task, _ in limits.blocked))
@@ -4794,21 +4790,19 @@ def of_one_lane(
     db: sqlite3.Connection, namespace: str, room: Room, lane: Lane, limits: Limits, now: int, share: Share | None
 ) -> Choice:
     """The same where there is one lane, without limits: all that comes off it fits."""
-    if lane.terms is None and lane.due is None:
-        read = db.execute(READ_HEADS, (namespace, lane.number, lane.slots)).fetchall()
-        most = share.of(db, namespace, len(read), read[0][5]) if share is not None and read else len(read)
-        wait = now + FRESH_FOR if most < len(read) else None
-        return Choice([row[0] for row in read[:most]], most == lane.slots or most < len(read), wait, read=read[:most])
-    ripe_at, window = None, 0
-    if lane.terms is None:
-        found, full = plain_heads(db, room, lane)
-    else:
+    ripe_at, window, read = None, 0, None
+    if lane.terms is not None:
         found, ripe_at = gated_heads(db, room, lane, limits, now)
         full, window = len(found) >= lane.slots * lane.terms.size, lane.terms.window
+    elif lane.due is not None:
+        found, full = plain_heads(db, room, lane)
+    else:
+        read = db.execute(READ_HEADS, (namespace, lane.number, lane.slots)).fetchall()
+        found, full = [(row[4], row[5], row[0]) for row in read], len(read) == lane.slots
     most = share.of(db, namespace, len(found), found[0][1] + window) if share is not None and found else len(found)
     wait = soonest(ripe_at, now + FRESH_FOR if most < len(found) else None)
-    limited = frozenset(task for task, _ in limits.blocked)
-    return Choice([row[2] for row in found[:most]], full or most < len(found), wait, (), lane.recurring, limited=limited)
+    seqs, limited = [row[2] for row in found[:most]], frozenset(task for task, _ in limits.blocked)
+    return Choice(seqs, full or most < len(found), wait, (), lane.terms is not None, read and read[:most], limited)
 
 
 def left_in_all(db: sqlite3.Connection, namespace: str, now: int, terms: Terms, value: str) -> Left:
@@ -4902,22 +4896,21 @@ class JustDue(NamedTuple):
 def just_due(db: sqlite3.Connection, namespace: str, room: Room, now: int) -> JustDue | None:
     """None if the claim index is needed: for limits, for rows without a lane, or where some have been lost before."""
     rows = db.execute(DUE_NOW, (namespace, now, room.comes_due)).fetchall()
-    jobs: dict[int, list[Any]] = {}
+    jobs: dict[int, list[Any]] = {}  # by lane
     for row in rows:
-        jobs.setdefault(row[6], []).append(row)
-    if 0 in jobs or len(jobs) > LANES_AT_ONCE or any(row[7] for row in rows):
+        jobs.setdefault(row[12], []).append(row)
+    if 0 in jobs or len(jobs) > LANES_AT_ONCE or any(row[13] for row in rows):
         return None
     lanes, full = list[Lane](), False
     for number, due in jobs.items():
-        task, value = due[0][3:5]
-        queue, recurring = db.execute(KIND, (due[0][2],)).fetchone()
+        task, queue = due[0][2:4]
         terms, slots = room.terms.get(task), room.free(queue, task)
         if terms is not None and terms.limited:
             return None
         if slots > 0:
-            if any(row[0] != due[0][0] for row in due):
-                due.sort(key=lambda row: (-row[0], row[1], row[2]))
-            lanes.append(Lane(queue, task, value, number, False, slots, terms, bool(recurring), due))
+            if any(row[4] != due[0][4] for row in due):
+                due.sort(key=lambda row: (-row[4], row[5], row[0]))
+            lanes.append(Lane(queue, task, None, number, False, slots, terms, due))
         else:
             full = full or room.wants(queue, task)
     return JustDue(lanes, full, rows, len(rows) < room.comes_due)
@@ -4929,11 +4922,12 @@ def claim_just_due(
     """Take of it what there is room for. What is left stays as it is for a moment, in which others may take it in the same way;
     then it goes where a backlog is cheap to look through."""
     choice = candidates(db, namespace, room, come.lanes, (), now, share._replace(due=len(come.rows)))
+    left = {row[0]: row for row in come.rows}
+    choice = choice._replace(read=[left.pop(seq) for seq in choice.seqs], recurring=True)
     rows = take(db, namespace, choice, share.worker, lease, now)
-    picked, stays = {*choice.seqs}, come.whole and come.rows[0][1] > now - FRESH_FOR
-    left = [row[2] for row in come.rows if row[2] not in picked] if len(picked) < len(come.rows) else []
+    stays = come.whole and come.rows[0][5] > now - FRESH_FOR
     if left and not stays:
-        db.execute(COME_DUE_THESE, (encode_json(left),))
+        db.execute(COME_DUE_THESE, (encode_json([*left]),))
     again = now + FRESH_FOR if left and stays else None if come.whole else now
     upcoming = db.execute(UPCOMING, (namespace, now)).fetchone()[0]
     more = come.full or choice.more or bool(left) or not come.whole
