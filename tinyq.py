@@ -4320,7 +4320,11 @@ READ_RECURRING: Final = (  # the same where many recur
 )
 # Where nothing waits, what has come due can be claimed as it is, and need not go through the claim index.
 DUE_NOW: Final = READ_RECURRING.replace(f"{RECURRING_HAS}, ", f"{RECURRING_HAS}, lane, lost, singly IS NOT NULL, ").replace(
-    "seq IN (SELECT value FROM json_each(?))", "ready = 0 AND run_at <= ? ORDER BY run_at, priority DESC LIMIT ?"
+    "seq IN (SELECT value FROM json_each(?))", "ready = 0 AND run_at <= ? AND seq % ? = ? ORDER BY run_at, priority DESC LIMIT ?"
+)
+DUE_SPAN: Final = (
+    "SELECT count(*), min(run_at), min(priority) = max(priority) FROM (SELECT run_at, priority FROM tinyq_jobs "
+    "WHERE ready = 0 AND namespace = ? AND run_at <= ? ORDER BY run_at, priority DESC LIMIT ?)"
 )
 AMONG: Final = "seq IN (SELECT value FROM json_each(?))"
 SPECIAL: Final = 1  # what READ_CHOSEN says of a row that is to be read whole
@@ -4386,7 +4390,10 @@ CANCEL_RUNNING: Final = (
 # One row for each start of a process that claims: where its doorbell is, and when it was last heard of.
 ENLIST: Final = "INSERT INTO tinyq_workers VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET seen = excluded.seen"
 STRIKE_OFF: Final = "DELETE FROM tinyq_workers WHERE id = ? OR seen < ?"
-OTHERS: Final = "SELECT count(*) FROM tinyq_workers WHERE namespace = ? AND id <> ? AND port IS NOT NULL AND seen >= ?"
+OTHERS: Final = (  # how many there are, and how many come before
+    "SELECT count(*), count(nullif(id < ?, 0)) FROM tinyq_workers "
+    "WHERE namespace = ? AND id <> ? AND port IS NOT NULL AND seen >= ?"
+)
 DUE: Final = (
     "SELECT count(*) FROM (SELECT 1 FROM tinyq_jobs WHERE ready = 1 AND lane BETWEEN :first AND :last "
     "UNION ALL SELECT 1 FROM tinyq_jobs WHERE ready = 3 AND lane BETWEEN :first AND :last LIMIT :most)"
@@ -4708,6 +4715,8 @@ def gated_rows(db: sqlite3.Connection, lane: Lane, most: int) -> list[Any]:
     return db.execute(FRAGILE_GATED if lane.fragile else GATED_HEADS, (lane.number, most)).fetchall()
 
 
+LONG_WINDOW: Final = 100_000  # microseconds that what waits for others to go with is left where it is
+SHARED_OUT: Final = 100  # jobs; fewer go to whoever comes first
 FRESH_FOR: Final = 10_000  # microseconds that due jobs are left for the others; then whoever has room may have them
 
 
@@ -4724,13 +4733,25 @@ class Share(NamedTuple):
         the workers if they share them evenly."""
         if wanted <= 1 or since <= self.now - FRESH_FOR:
             return wanted
-        others = cast(int, db.execute(OTHERS, (namespace, self.worker, self.seen)).fetchone()[0])
+        others, _ = self.others(db, namespace)
         if not others:
             return wanted
         due = self.due
         if due is None:
             due = cast(int, db.execute(DUE, lane_range(namespace) | {"most": wanted * (others + 1)}).fetchone()[0])
         return max(1, math.ceil(due / (others + 1)))
+
+    def others(self, db: sqlite3.Connection, namespace: str) -> tuple[int, int]:
+        """How many others there are, and how many of them come before this one in their order."""
+        return cast("tuple[int, int]", db.execute(OTHERS, (self.worker, namespace, self.worker, self.seen)).fetchone())
+
+    def part(self, db: sqlite3.Connection, namespace: str, count: int, since: int) -> tuple[int, int]:
+        """Into how many parts so many jobs are divided that have only just come due, and which of them is to be taken: so that no
+        worker reads what is another's."""
+        if count < SHARED_OUT or since <= self.now - FRESH_FOR:
+            return 1, 0
+        others, before = self.others(db, namespace)
+        return others + 1, before
 
 
 class Choice(NamedTuple):
@@ -4863,9 +4884,9 @@ def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, 
     room, share = room.without(paused), Share(worker, now, now - (lease - now))
     if next_at is not None and next_at <= now:
         if first != 0 and first_fragile != 0 and not any(due_lanes(db, namespace, room, first, first_fragile, now)[:2]):
-            come = just_due(db, namespace, room, now)
+            come = just_due(db, namespace, room, share)
             if come is not None:
-                return claim_just_due(db, namespace, room, come, share, lease, now)
+                return claim_just_due(db, namespace, room, come, share, lease)
         moved = db.execute(COME_DUE, (namespace, now, room.comes_due)).rowcount
         next_at, first, first_fragile, paused = edges(db, namespace)
         next_at = now if moved == room.comes_due else next_at
@@ -4889,13 +4910,18 @@ class JustDue(NamedTuple):
 
     lanes: Sequence[Lane]  # those that have room
     full: bool  # whether others have none
-    rows: Sequence[Sequence[int]]  # see DUE_NOW
+    rows: Sequence[Sequence[Any]]  # see DUE_NOW
     whole: bool  # and that is all
+    left_until: int  # when others may take what this worker leaves, and this one what they leave
+    shared_out: bool  # a part of it is another worker's
 
 
-def just_due(db: sqlite3.Connection, namespace: str, room: Room, now: int) -> JustDue | None:
+def just_due(db: sqlite3.Connection, namespace: str, room: Room, share: Share) -> JustDue | None:
     """None if the claim index is needed: for limits, for rows without a lane, or where some have been lost before."""
-    rows = db.execute(DUE_NOW, (namespace, now, room.comes_due)).fetchall()
+    count, since, alike = db.execute(DUE_SPAN, (namespace, share.now, room.comes_due)).fetchone()
+    since += min(max((terms.window for terms in room.terms.values()), default=0), LONG_WINDOW)
+    parts, part = share.part(db, namespace, count, since) if alike else (1, 0)
+    rows = db.execute(DUE_NOW, (namespace, share.now, parts, part, room.comes_due)).fetchall()
     jobs: dict[int, list[Any]] = {}  # by lane
     for row in rows:
         jobs.setdefault(row[12], []).append(row)
@@ -4913,22 +4939,22 @@ def just_due(db: sqlite3.Connection, namespace: str, room: Room, now: int) -> Ju
             lanes.append(Lane(queue, task, None, number, False, slots, terms, due))
         else:
             full = full or room.wants(queue, task)
-    return JustDue(lanes, full, rows, len(rows) < room.comes_due)
+    return JustDue(lanes, full, rows, len(rows) == count < room.comes_due, since + FRESH_FOR, parts > 1)
 
 
-def claim_just_due(
-    db: sqlite3.Connection, namespace: str, room: Room, come: JustDue, share: Share, lease: int, now: int
-) -> Claimed:
+def claim_just_due(db: sqlite3.Connection, namespace: str, room: Room, come: JustDue, share: Share, lease: int) -> Claimed:
     """Take of it what there is room for. What is left stays as it is for a moment, in which others may take it in the same way;
     then it goes where a backlog is cheap to look through."""
-    choice = candidates(db, namespace, room, come.lanes, (), now, share._replace(due=len(come.rows)))
+    now = share.now
+    choice = candidates(db, namespace, room, come.lanes, (), now, None if come.shared_out else share._replace(due=len(come.rows)))
     left = {row[0]: row for row in come.rows}
     choice = choice._replace(read=[left.pop(seq) for seq in choice.seqs], recurring=True)
     rows = take(db, namespace, choice, share.worker, lease, now)
-    stays = come.whole and come.rows[0][5] > now - FRESH_FOR
+    stays = (come.whole or come.shared_out) and come.left_until > now
     if left and not stays:
         db.execute(COME_DUE_THESE, (encode_json([*left]),))
-    again = now + FRESH_FOR if left and stays else None if come.whole else now
+    done_with_it = come.whole and not (left and stays)
+    again = None if done_with_it else come.left_until if stays else now
     upcoming = db.execute(UPCOMING, (namespace, now)).fetchone()[0]
     more = come.full or choice.more or bool(left) or not come.whole
     return Claimed(rows, soonest(again, upcoming, choice.wait), more, room.paused, choice.limited)

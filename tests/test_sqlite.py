@@ -949,7 +949,7 @@ async def test_no_statement_of_daily_work_scans_the_jobs(watched: SQLiteStore, s
         ("EDGES", ("default",), "tinyq_later (namespace=?)"),
         ("EDGES", ("default",), "SEARCH tinyq_jobs USING INDEX tinyq_claim"),
         ("EDGES", ("default",), "SEARCH tinyq_jobs USING INDEX tinyq_fragile"),
-        ("DUE_NOW", ("default", NOW, 500), "tinyq_later (namespace=? AND run_at<?)"),
+        ("DUE_NOW", ("default", NOW, 1, 0, 500), "tinyq_later (namespace=? AND run_at<?)"),
         ("UPCOMING", ("default", NOW), "tinyq_later (namespace=? AND run_at>?)"),
         ("OVERLAP", ("default", "s1"), "tinyq_occurrences (namespace=? AND schedule=?)"),
     ],
@@ -981,6 +981,45 @@ async def test_what_a_partial_index_asks_for_is_no_parameter_or_each_use_would_b
     asked = {sql for sql in conditions if re.search(r"\b(state|ready) = [?:]", sql)}
     assert len(conditions) > 20
     assert [sql for sql in asked if "ORDER BY seq LIMIT" not in sql] == []
+
+
+# What comes due at once
+
+
+@pytest.fixture
+def three_workers(store: SQLiteStore, other: sqlite3.Connection) -> None:
+    other.executemany(tinyq.ENLIST, [(name, "default", 1, NOW, NOW) for name in ("w1", "w2", "w3")])
+    other.commit()
+
+
+WIDE = Room(1_000, {}, 0, 1, {"send": False})
+
+
+async def share(store: SQLiteStore, worker: str, now: int) -> list[JobRow]:
+    return [*(await store.claim(WIDE, worker, now + 30_000_000, now)).rows]
+
+
+@pytest.mark.usefixtures("three_workers")
+async def test_what_comes_due_at_once_is_shared_out_among_the_workers(store: SQLiteStore) -> None:
+    await store.insert([job(run_at=NOW + 5) for _ in range(300)], NOW)
+    shares = [await share(store, worker, NOW + 6) for worker in ("w2", "w3", "w1", "w2")]
+    assert [len(rows) for rows in shares] == [100, 100, 100, 0]
+    assert len({row.seq for rows in shares for row in rows}) == 300
+
+
+@pytest.mark.usefixtures("three_workers")
+async def test_what_the_others_have_not_taken_within_a_moment_goes_to_whoever_has_room(store: SQLiteStore) -> None:
+    await store.insert([job(run_at=NOW + 5) for _ in range(300)], NOW)
+    first = await store.claim(WIDE, "w1", LEASE, NOW + 6)
+    assert (len(first.rows), first.next_at) == (100, NOW + 10_005)
+    assert len(await share(store, "w1", NOW + 10_005)) == 200
+
+
+@pytest.mark.usefixtures("three_workers")
+async def test_an_urgent_job_goes_to_whoever_comes_first_whatever_is_shared_out(store: SQLiteStore) -> None:
+    await store.insert([job(run_at=NOW + 5, priority=int(n == 250)) for n in range(300)], NOW)
+    rows = await share(store, "w1", NOW + 6)
+    assert (len(rows), rows[0].priority) == (100, 1)
 
 
 async def test_what_is_unscheduled_is_found_by_its_key(watched: SQLiteStore, spy: Spy, other: sqlite3.Connection) -> None:
