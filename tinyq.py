@@ -1054,8 +1054,8 @@ class Room(NamedTuple):
 
     @property
     def comes_due(self) -> int:
-        """How many jobs one claim moves to those whose time has come; more than usual for calls that are to have them all."""
-        return max([500, *(min(terms.size, 5_000) for terms in self.terms.values() if terms.window)])
+        """How many of the jobs whose time has come one claim looks at: as many as there may be room for, and some more."""
+        return min(5_000, max(500, self.shared, *(terms.size for terms in self.terms.values()), 0))
 
     def without(self, paused: frozenset[str]) -> Room:
         """The same for all queues but these."""
@@ -1287,6 +1287,10 @@ LONGEST_SLEEP: Final = 60.0  # so that a step of the wall clock, or a suspended 
 STEP: Final = 1.0  # seconds by which the wall clock must jump back to count as set
 
 
+TIMERS_LATE: Final = 0.001  # seconds: a selector rounds up to whole milliseconds, and it takes a while to wake
+SELDOM: Final = 0.05  # who waits for longer than that may turn the loop for the last of it, to be there in time
+
+
 class SystemClock:
     """The machine's clocks."""
 
@@ -1300,9 +1304,13 @@ class SystemClock:
         if wake.is_set() or seconds <= 0:
             await asyncio.sleep(0)  # a loop that is never idle lets the others run all the same
             return
+        now, early = asyncio.get_running_loop().time, TIMERS_LATE if seconds > SELDOM else 0.0
+        due = now() + seconds
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None if seconds == math.inf else seconds):
+            async with asyncio.timeout_at(None if seconds == math.inf else due - early):
                 await wake.wait()
+        while early and now() < due and not wake.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
 
 def later(moment: int, seconds: float) -> int:
