@@ -8114,20 +8114,22 @@ class Crew:
 
     def _over(self, job: Running, outcome: Outcome) -> None:
         """A handler has ended, or could not be called."""
-        if job.call is None:
-            self._slots.give(job)
-        else:
-            self._left_call(job, job.call)
+        call = job.call
+        if call is not None:
+            job.call = None
+            call.left -= 1
+        if call is None or call.left == 0:  # the slot of a call comes free with the last of its jobs
+            self._slots.give(call or job)
+            if self.tiers[0].hungry or self.tiers[-1].hungry:
+                self._wake_hungry()
+            if job.settings.gated:
+                for tier in self.tiers:
+                    if tier.limited:
+                        tier.wake.set()
         self._last = job
         job.runner = None  # whose context leads back to the job
         if job.lost:
             self._fragile.add(job.tag)
-        if self.tiers[0].hungry or self.tiers[-1].hungry:
-            self._wake_hungry()
-        if job.settings.gated:
-            for tier in self.tiers:
-                if tier.limited:
-                    tier.wake.set()
         usual = outcome is DONE and (job.key is None or (job.recurrence and job.durable)) and job.settings.result_ttl <= 0
         if usual and not job.settings.shared:  # what most jobs come to, without the detour
             if job.durable:
@@ -8146,13 +8148,6 @@ class Crew:
         except Exception:
             log.exception("%s: a defect in tinyq; the job runs again when its lease ends", label(job))
             self.running.pop(job.tag, None)
-
-    def _left_call(self, job: Running, call: BatchCall) -> None:
-        """The slot of a call comes free with the last of its jobs."""
-        job.call = None
-        call.left -= 1
-        if call.left == 0:
-            self._slots.give(call)
 
     def _wake_hungry(self) -> None:
         """A slot came free. In turns, so that neither tier takes every one."""
