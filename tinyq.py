@@ -4195,17 +4195,29 @@ MIGRATIONS: Final = (
 
 GIVEN: Final = [column for column in COLUMNS if column not in ("seq", "progress")]
 INSERT: Final = f"INSERT INTO tinyq_jobs ({', '.join(GIVEN)}) VALUES ({', '.join(f':{column}' for column in GIVEN)})"
+AT_ONCE: Final = 25  # rows of one statement: it opens the table and its indexes once, which takes as long as to insert a row
+
+
+def insertion(kind: str, each: str, rest: Mapping[str, str]) -> tuple[str, str]:
+    """Two statements for new rows: for a single one, and for AT_ONCE of the same kind, which is given once. `rest`: the same in
+    all of them."""
+    into = f"INSERT INTO tinyq_jobs ({kind}, {each}, {', '.join(rest)})"
+    kind, each, same = *(", ".join("?" * len(names.split())) for names in (kind, each)), ", ".join(rest.values())
+    many = f"SELECT {kind}, each.*, {same} FROM (VALUES {', '.join([f'({each})'] * AT_ONCE)}) AS each"
+    return f"{into} VALUES ({kind}, {each}, {same})", f"{into} {many}"
+
+
 # What most jobs need. A job with a key, of a schedule or with a history takes the statement above.
-INSERT_NEW: Final = (
-    "INSERT INTO tinyq_jobs (id, namespace, task, queue, lane, priority, run_at, created, state, ready, payload, "
-    "payload_version, options, headers, expires, limit_value, attempts, claim_no, snoozes, interruptions, lost) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'pending', ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0)"
+NEW: Final = insertion(
+    "namespace, task, queue, lane, priority, ready, payload_version, options, headers, expires, limit_value",
+    "id, run_at, created, payload",
+    {"state": "'pending'"} | dict.fromkeys(("attempts", "claim_no", "snoozes", "interruptions", "lost"), "0"),
 )
 # The same for a job that is handed over: running from its first moment on.
-INSERT_HANDED: Final = (
-    INSERT_NEW.replace("'pending', ?", "'running', NULL")
-    .replace("interruptions, lost) ", "interruptions, lost, worker, lease, started) ")
-    .replace("0, 0, 0, 0, 0)", "1, 1, 0, 0, 0, ?, ?, ?)")
+HANDED: Final = insertion(
+    "namespace, task, queue, lane, priority, payload_version, options, headers, expires, worker",
+    "id, run_at, created, payload, lease, started",
+    {"state": "'running'", "attempts": "1", "claim_no": "1"} | dict.fromkeys(("snoozes", "interruptions", "lost"), "0"),
 )
 # One index holds the keys of recurring jobs, another those of all others. The state is not a parameter: which partial indexes fit
 # would depend on it, and SQLite would prepare the statement anew each time, which takes twenty times as long as to run it.
@@ -4301,12 +4313,14 @@ COME_DUE: Final = (
 )
 COME_DUE_THESE: Final = "UPDATE tinyq_jobs SET ready = 1 WHERE seq IN (SELECT value FROM json_each(?))"
 UPCOMING: Final = "SELECT min(run_at) FROM tinyq_jobs WHERE ready = 0 AND namespace = ? AND run_at > ?"
+AMONG: Final = "seq IN (SELECT value FROM json_each(?))"
 # A claim reads first and then writes: with RETURNING an UPDATE or a DELETE takes twice as long, as SQLite then goes through all
 # rows twice and unpacks the whole of each, as for a trigger.
 CLAIM: Final = (
     "UPDATE tinyq_jobs SET state = 'running', ready = NULL, worker = ?, lease = ?, started = ?, claim_no = claim_no + 1, "
-    "attempts = attempts + 1 WHERE seq IN (SELECT value FROM json_each(?))"
+    f"attempts = attempts + 1 WHERE {AMONG}"
 )
+HELD_SINCE: Final = f"SELECT seq FROM tinyq_jobs WHERE {AMONG} AND state = 'running' AND worker = ? AND started = ?"
 CHOSEN: Final = "seq, id, task, queue, priority, run_at, created, payload"  # and, last, whether there is more to know
 RECURRING_HAS: Final = "key, recurrence, fire_time, claim_no"  # what is to be known of a recurring job besides
 READ_CHOSEN: Final = (
@@ -4334,7 +4348,6 @@ DUE_SPAN: Final = (
     "SELECT count(*), min(run_at), min(priority) = max(priority) FROM (SELECT run_at, priority FROM tinyq_jobs "
     "WHERE ready = 0 AND namespace = ? AND run_at <= ? ORDER BY run_at, priority DESC LIMIT ?)"
 )
-AMONG: Final = "seq IN (SELECT value FROM json_each(?))"
 SPECIAL: Final = 1  # what READ_CHOSEN says of a row that is to be read whole
 RECURRING_ONLY: Final = 2  # and of a recurring job of which only RECURRING_HAS is more to know
 MORE_OF_RECURRING: Final = f"SELECT seq, {RECURRING_HAS} FROM tinyq_jobs WHERE {AMONG}"
@@ -4493,18 +4506,30 @@ def is_new(row: JobRow) -> bool:
     return row.key is None and row.schedule is None and row.claim_no == 0
 
 
-def who_and_when(row: JobRow, namespace: str) -> tuple[Any, ...]:
-    lane = row.lane or lane_of(namespace, row.queue, row.task, row.limit_value)
-    return row.id, namespace, row.task, row.queue, lane, row.priority, row.run_at, row.created
+def insert_alike(
+    db: sqlite3.Connection, statements: tuple[str, str], rows: Iterable[tuple[tuple[Any, ...], tuple[Any, ...]]]
+) -> None:
+    """Rows as what the statements ask for: of its kind, and of each."""
+    one, many = statements
+    for kind, some in itertools.groupby(rows, lambda row: row[0]):
+        values = [each for _, each in some]
+        alone = len(values) % AT_ONCE
+        db.executemany(one, [(*kind, *each) for each in values[:alone]])
+        for first in range(alone, len(values), AT_ONCE):
+            db.execute(many, (*kind, *itertools.chain.from_iterable(values[first : first + AT_ONCE])))
 
 
 def insert_new(db: sqlite3.Connection, namespace: str, rows: Iterable[JobRow], now: int) -> None:
-    values = [
-        (*who_and_when(row, namespace), LATER if row.run_at > now else CLAIMABLE,
-         row.payload, row.payload_version, row.options, row.headers, row.expires, row.limit_value)
-        for row in rows
-    ]  # fmt: skip
-    db.executemany(INSERT_NEW, values)
+    insert_alike(
+        db, NEW,
+        (
+            ((namespace, row.task, row.queue, row.lane or lane_of(namespace, row.queue, row.task, row.limit_value), row.priority,
+              LATER if row.run_at > now else CLAIMABLE,
+              row.payload_version, row.options, row.headers, row.expires, row.limit_value),
+             (row.id, row.run_at, row.created, row.payload))
+            for row in rows
+        ),
+    )  # fmt: skip
 
 
 def insert_all(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow], now: int) -> None:
@@ -4524,12 +4549,15 @@ def insert_all(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow], n
 
 def insert_handed(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow]) -> None:
     """Rows that are already leased to the worker who inserts them, and their numbers, which follow one another."""
-    values = [
-        (*who_and_when(row, namespace), row.payload, row.payload_version, row.options, row.headers, row.expires, None,
-         row.worker, row.lease, row.started)
-        for row in rows
-    ]  # fmt: skip
-    db.executemany(INSERT_HANDED, values)
+    insert_alike(
+        db, HANDED,
+        (
+            ((namespace, row.task, row.queue, row.lane or lane_of(namespace, row.queue, row.task), row.priority,
+              row.payload_version, row.options, row.headers, row.expires, row.worker),
+             (row.id, row.run_at, row.created, row.payload, row.lease, row.started))
+            for row in rows
+        ),
+    )  # fmt: skip
     last = db.execute("SELECT last_insert_rowid()").fetchone()[0]
     for seq, row in enumerate(rows, last - len(rows) + 1):
         row.seq = seq
@@ -4990,7 +5018,10 @@ def take(db: sqlite3.Connection, namespace: str, choice: Choice, worker: str, le
             row.claim_no += 1
         elif values[-1] == RECURRING_ONLY:
             recurring.append(row.seq)
-    db.execute(CLAIM, (worker, lease, now, encode_json([*rows])))
+    if db.execute(CLAIM, (worker, lease, now, encode_json([*rows]))).rowcount != len(rows):  # a trigger of somebody else's?
+        held = {seq for (seq,) in db.execute(HELD_SINCE, (encode_json([*rows]), worker, now))}
+        rows = {seq: row for seq, row in rows.items() if seq in held}
+        recurring, special = ([seq for seq in seqs if seq in held] for seqs in (recurring, special))
     if recurring:
         for seq, *others in db.execute(MORE_OF_RECURRING, (encode_json(recurring),)):
             vars(rows[seq]).update(zip(RECURRING_HAS.split(", "), others, strict=True))
@@ -5536,7 +5567,7 @@ def prepare(db: sqlite3.Connection, path: str, synchronous: str, auto_migrate: b
 
 def warm_up(db: sqlite3.Connection, namespace: str) -> None:
     """Have the statements of most jobs prepared, which takes as long as many jobs: the first ones need not wait for it."""
-    for change in (INSERT_NEW, INSERT_HANDED, CLAIM, DONE_WITH):
+    for change in (*NEW, *HANDED, CLAIM, DONE_WITH):
         db.executemany(change, ())
     edges(db, namespace)
     for select, parameters in (
@@ -5856,7 +5887,7 @@ class SQLiteStore:
             self._writer = await self._connect(aiosqlite.connect(self.path, **options))
             self.facts = await self._hop(self._writer, lambda db: prepare(db, self.path, self._synchronous, self._auto_migrate))
             await self._hop(self._writer, lambda db: setattr(db, "full", self._synchronous == "full"))
-            await self._hop(self._writer, lambda db: warm_up(db, self._namespace))
+            await self._hop(self._writer, lambda db: patiently(lambda: warm_up(db, self._namespace), time.monotonic() + PATIENCE))
             self._identity = await self._hop(self._writer, lambda db: file_identity(self.path))
             await self._hop(self._writer, lambda db: warn_if_unfit(self.path))
             self._reader = await self._connect(aiosqlite.connect(self.path, **options))

@@ -62,11 +62,11 @@ def locked(path: str, seconds: float, pause: float = 0.0) -> Iterator[None]:
 
 
 def test_a_write_lock_that_outlasts_the_lease_takes_no_job_from_its_worker(fleet: Fleet) -> None:
-    members = [fleet.member({"long": 5}, lease=1.2) for _ in range(3)]
-    fleet.enqueue("long", *[5.0] * 4)
+    members = [fleet.member({"long": 5}, lease=3) for _ in range(3)]
+    fleet.enqueue("long", *[6.5] * 4)
     fleet.wait_for_marks(4, "long", "began")
-    with locked(fleet.db, 2.5):
-        time.sleep(2.5)  # the fault itself
+    with locked(fleet.db, 4):
+        time.sleep(4)  # the fault itself
     fleet.wait_for_marks(4, "long", "ended")
     fleet.wait_for_rows([], "id")
     for member in members:
