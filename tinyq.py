@@ -8475,6 +8475,9 @@ class Crew:
         self._stepped = (now, moment)
         # What is renewed in time has more than two thirds of its lease before it.
         doubtful = await tier.store.list(State.RUNNING, lease_before=later(now, self._lease * 0.6), limit=DOUBTFUL)
+        if any(row.tag not in self.running for row in doubtful) and not await self._writes_in_time(tier):
+            self._watched.clear()
+            return self._lease / 6
         names = {row.seq: (row.seq, row.claim_no, row.lease) for row in doubtful}
         self._watched = {name: self._watched.get(name, moment) for name in names.values()}
         gone = [
@@ -8508,6 +8511,16 @@ class Crew:
                     self.tell(self.known(row.but(state=states[row.seq], error=change.error)), now)
         tier.wake.set()
         return 0.0 if len(doubtful) == DOUBTFUL else min(ends, default=math.inf)
+
+    async def _writes_in_time(self, tier: Tier) -> bool:
+        """Whether the store can be written to: while it is locked nobody can renew, and nobody is lost for that."""
+        began = self._clock.monotonic()
+        try:
+            await tier.store.extend((), 0)
+        except StoreBusy:
+            self._watched.clear()
+            raise
+        return self._clock.monotonic() - began < self._lease / 6
 
     def _after_loss(self, row: JobRow, now: int) -> Settlement:
         handler = self.handlers.get(row.task)
