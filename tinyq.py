@@ -1306,11 +1306,12 @@ class SystemClock:
             return
         now, early = asyncio.get_running_loop().time, TIMERS_LATE if seconds > SELDOM else 0.0
         due = now() + seconds
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout_at(None if seconds == math.inf else due - early):
                 await wake.wait()
-        while early and now() < due and not wake.is_set():  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        except TimeoutError:
+            while early and now() < due and not wake.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0)
 
 
 def later(moment: int, seconds: float) -> int:
@@ -4341,12 +4342,16 @@ READ_RECURRING: Final = (  # the same where many recur
     "FROM tinyq_jobs WHERE namespace = ? AND seq IN (SELECT value FROM json_each(?))"
 )
 # Where nothing waits, what has come due can be claimed as it is, and need not go through the claim index.
-DUE_NOW: Final = READ_RECURRING.replace(f"{RECURRING_HAS}, ", f"{RECURRING_HAS}, lane, lost, singly IS NOT NULL, ").replace(
+DUE_NOW: Final = READ_RECURRING.replace(
+    f"{RECURRING_HAS}, ", f"{RECURRING_HAS}, lane, singly IS NOT NULL, lost > 0 OR limit_value IS NOT NULL, "
+).replace(
     "seq IN (SELECT value FROM json_each(?))", "ready = 0 AND run_at <= ? AND seq % ? = ? ORDER BY run_at, priority DESC LIMIT ?"
 )
-DUE_SPAN: Final = (
-    "SELECT count(*), min(run_at), min(priority) = max(priority) FROM (SELECT run_at, priority FROM tinyq_jobs "
-    "WHERE ready = 0 AND namespace = ? AND run_at <= ? ORDER BY run_at, priority DESC LIMIT ?)"
+DUE_SPAN: Final = (  # how many, since when, whether all have one priority, and the task of one of the first
+    "SELECT jobs, since, alike, (SELECT task FROM tinyq_jobs WHERE seq = come.first) FROM ("
+    "SELECT count(*) AS jobs, min(run_at) AS since, min(priority) = max(priority) AS alike, min(seq) AS first FROM ("
+    "SELECT seq, run_at, priority FROM tinyq_jobs WHERE ready = 0 AND namespace = ? AND run_at <= ? "
+    "ORDER BY run_at, priority DESC LIMIT ?)) AS come"
 )
 SPECIAL: Final = 1  # what READ_CHOSEN says of a row that is to be read whole
 RECURRING_ONLY: Final = 2  # and of a recurring job of which only RECURRING_HAS is more to know
@@ -4661,7 +4666,8 @@ class Lane(NamedTuple):
     fragile: bool
     slots: int  # that are free for it
     terms: Terms | None
-    due: Sequence[Any] | None = None  # its jobs, best first, if they have just come due and are in no index yet: see DUE_NOW
+    gathered: int = 0  # how many have come due, if that is all
+    due: Sequence[Any] | None = None  # them, best first, where they are in no index yet: see DUE_NOW
 
     @property
     def unfit(self) -> bool:
@@ -4734,7 +4740,7 @@ def gated_heads(db: sqlite3.Connection, room: Room, lane: Lane, limits: Limits, 
     [head] = gated_rows(db, lane, 1) or [None]
     if head is not None and terms.window and not (lane.fragile or head[5]):
         if lane.due is not None:
-            count, first_run_at = len(lane.due), min(row[5] for row in lane.due[: terms.size])
+            count, first_run_at = lane.gathered, min(row[5] for row in lane.due[: terms.size])
         else:
             count, first_run_at = db.execute(GATHERED, (lane.number, terms.size)).fetchone()
         if (wait := terms.ripe_at([first_run_at], count)) > now:
@@ -4747,7 +4753,7 @@ def gated_heads(db: sqlite3.Connection, room: Room, lane: Lane, limits: Limits, 
 
 def gated_rows(db: sqlite3.Connection, lane: Lane, most: int) -> list[Any]:
     if lane.due is not None:
-        return [(row[4], row[5], row[0], row[2], lane.value, row[14]) for row in lane.due[:most]]
+        return [(row[4], row[5], row[0], row[2], lane.value, row[13]) for row in lane.due[:most]]
     return db.execute(FRAGILE_GATED if lane.fragile else GATED_HEADS, (lane.number, most)).fetchall()
 
 
@@ -4919,8 +4925,9 @@ def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, 
     next_at, first, first_fragile, paused = edges(db, namespace)
     room, share = room.without(paused), Share(worker, now, now - (lease - now))
     if next_at is not None and next_at <= now:
-        if first != 0 and first_fragile != 0 and not any(due_lanes(db, namespace, room, first, first_fragile, now)[:2]):
-            come = just_due(db, namespace, room, share)
+        lanes, fragile, full = due_lanes(db, namespace, room, first, first_fragile, now)
+        if first != 0 and first_fragile != 0 and not lanes and not fragile:
+            come = just_due(db, namespace, room, share, full)
             if come is not None:
                 return claim_just_due(db, namespace, room, come, share, lease)
         moved = db.execute(COME_DUE, (namespace, now, room.comes_due)).rowcount
@@ -4945,25 +4952,25 @@ class JustDue(NamedTuple):
     """What has come due where nothing else waits, the earliest first."""
 
     lanes: Sequence[Lane]  # those that have room
-    full: bool  # whether others have none
+    full: bool  # whether others have none, of these or of what waits
     rows: Sequence[Sequence[Any]]  # see DUE_NOW
     whole: bool  # and that is all
     left_until: int  # when others may take what this worker leaves, and this one what they leave
     shared_out: bool  # a part of it is another worker's
 
 
-def just_due(db: sqlite3.Connection, namespace: str, room: Room, share: Share) -> JustDue | None:
+def just_due(db: sqlite3.Connection, namespace: str, room: Room, share: Share, full: bool) -> JustDue | None:
     """None if the claim index is needed: for limits, for rows without a lane, or where some have been lost before."""
-    count, since, alike = db.execute(DUE_SPAN, (namespace, share.now, room.comes_due)).fetchone()
-    since += min(max((terms.window for terms in room.terms.values()), default=0), LONG_WINDOW)
+    count, since, alike, first = db.execute(DUE_SPAN, (namespace, share.now, room.comes_due)).fetchone()
+    since += min(room.terms[first].window, LONG_WINDOW) if first in room.terms else 0
     parts, part = share.part(db, namespace, count, since) if alike else (1, 0)
     rows = db.execute(DUE_NOW, (namespace, share.now, parts, part, room.comes_due)).fetchall()
     jobs: dict[int, list[Any]] = {}  # by lane
     for row in rows:
         jobs.setdefault(row[12], []).append(row)
-    if 0 in jobs or len(jobs) > LANES_AT_ONCE or any(row[13] for row in rows):
+    if 0 in jobs or len(jobs) > LANES_AT_ONCE or any(row[14] for row in rows):
         return None
-    lanes, full = list[Lane](), False
+    lanes = list[Lane]()
     for number, due in jobs.items():
         task, queue = due[0][2:4]
         terms, slots = room.terms.get(task), room.free(queue, task)
@@ -4972,7 +4979,8 @@ def just_due(db: sqlite3.Connection, namespace: str, room: Room, share: Share) -
         if slots > 0:
             if any(row[4] != due[0][4] for row in due):
                 due.sort(key=lambda row: (-row[4], row[5], row[0]))
-            lanes.append(Lane(queue, task, None, number, False, slots, terms, due))
+            gathered = len(due) if parts == 1 else (len(due) + 1) * parts  # as far as one can tell from a part
+            lanes.append(Lane(queue, task, None, number, False, slots, terms, gathered, due))
         else:
             full = full or room.wants(queue, task)
     return JustDue(lanes, full, rows, len(rows) == count < room.comes_due, since + FRESH_FOR, parts > 1)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import tinyq
-from tinyq import JobRow, KeyConflict, Room, Settlement, SQLiteStore, State, StoreBusy, StoreError, TinyQ, new_id
+from tinyq import JobRow, KeyConflict, Room, Settlement, SQLiteStore, State, StoreBusy, StoreError, Terms, TinyQ, new_id
 
 HERE = Path(__file__).parent
 SECOND = 1_000_000
@@ -1020,6 +1020,30 @@ async def test_an_urgent_job_goes_to_whoever_comes_first_whatever_is_shared_out(
     await store.insert([job(run_at=NOW + 5, priority=int(n == 250)) for n in range(300)], NOW)
     rows = await share(store, "w1", NOW + 6)
     assert (len(rows), rows[0].priority) == (100, 1)
+
+
+@pytest.mark.usefixtures("three_workers")
+async def test_calls_that_would_be_full_do_not_wait_for_their_window_because_they_are_shared_out(store: SQLiteStore) -> None:
+    await store.insert([job("poll", run_at=NOW + 5) for _ in range(250)], NOW)
+    terms = {"poll": Terms(names=["poll"], size=100, window=SECOND, value_of=lambda payload, version: "")}
+    where = Room(9, {}, 0, 1, {"poll": False}, terms=terms)
+    taken = [len((await store.claim(where, worker, LEASE, NOW + 6)).rows) for worker in ("w1", "w2")]
+    assert min(taken) > 80
+
+
+async def test_what_comes_due_while_others_wait_for_a_slot_lets_them_be_waited_for(store: SQLiteStore) -> None:
+    await store.insert([job(queue="reports"), job(run_at=NOW + 5)], NOW)
+    where = ROOM._replace(named={"reports": 0})
+    claimed = await store.claim(where, "w1", LEASE, NOW + 6)
+    assert ([row.queue for row in claimed.rows], claimed.more) == (["default"], True)
+
+
+async def test_what_comes_due_with_a_value_that_nothing_is_limited_by_any_more_takes_a_slot_for_each(store: SQLiteStore) -> None:
+    rows = [job("poll", run_at=NOW + 5, limit_value=value) for value in ('"a"', '"b"', '"c"')]
+    await store.insert(rows, NOW)
+    terms = {"poll": Terms(names=["poll"], size=10, value_of=lambda payload, version: "")}
+    claimed = await store.claim(Room(1, {}, 0, 1, {"poll": False}, terms=terms), "w1", LEASE, NOW + 6)
+    assert (len(claimed.rows), claimed.more) == (1, True)
 
 
 async def test_what_is_unscheduled_is_found_by_its_key(watched: SQLiteStore, spy: Spy, other: sqlite3.Connection) -> None:

@@ -1,5 +1,6 @@
 """Moments, ids and fire times: arithmetic that reads no clock."""
 
+import asyncio
 import random
 import uuid
 from datetime import UTC, date, datetime, time, timedelta, timezone, tzinfo
@@ -8,7 +9,7 @@ from zoneinfo import ZoneInfo
 import pytest
 from clock import EPOCH
 
-from tinyq import FOREVER, Every, as_datetime, as_moment, id_bytes, id_text, later, new_id
+from tinyq import FOREVER, Every, SystemClock, as_datetime, as_moment, id_bytes, id_text, later, new_id
 
 SECOND = 1_000_000
 MINUTE = 60 * SECOND
@@ -267,3 +268,25 @@ def test_delays_added_one_by_one_lose_nothing() -> None:
     for seconds in (1.5, 3.0, 4.5, 6.0):
         moment = later(moment, seconds)
     assert moment - start == 15 * SECOND
+
+
+# waiting
+
+
+async def test_a_wait_is_over_once_it_was_woken_even_if_that_is_taken_back_at_once() -> None:
+    wake = asyncio.Event()
+
+    def wake_in_passing() -> None:
+        wake.set()
+        wake.clear()
+
+    asyncio.get_running_loop().call_later(0.01, wake_in_passing)
+    async with asyncio.timeout(20):
+        await SystemClock().wait(wake, 3600)
+
+
+async def test_a_wait_for_a_moment_is_not_over_before_it() -> None:
+    for seconds in (0.001, 0.06):
+        began = asyncio.get_running_loop().time()
+        await SystemClock().wait(asyncio.Event(), seconds)
+        assert asyncio.get_running_loop().time() >= began + seconds - 1e-6
