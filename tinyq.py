@@ -1221,7 +1221,6 @@ class Ran(NamedTuple):
     missed: int = 0
     superseded: int = 0  # retries that were given up
     recurrence: str = ""  # by which that was chosen
-    claim: tuple[str | None, int | None] = (None, None)  # by whom it was claimed, and when: no other claim of it has the same
 
 
 class Inserted(NamedTuple):
@@ -4194,6 +4193,7 @@ MIGRATIONS: Final = (
     ),
 )
 
+AMONG: Final = "seq IN (SELECT value FROM json_each(?))"
 GIVEN: Final = [column for column in COLUMNS if column not in ("seq", "progress")]
 INSERT: Final = f"INSERT INTO tinyq_jobs ({', '.join(GIVEN)}) VALUES ({', '.join(f':{column}' for column in GIVEN)})"
 AT_ONCE: Final = 25  # rows of one statement: it opens the table and its indexes once, which takes as long as to insert a row
@@ -4312,9 +4312,8 @@ COME_DUE: Final = (
     "UPDATE tinyq_jobs SET ready = CASE WHEN lost > 0 THEN 3 ELSE 1 END WHERE seq IN (SELECT seq FROM tinyq_jobs "
     "WHERE ready = 0 AND namespace = ? AND run_at <= ? ORDER BY run_at, priority DESC LIMIT ?)"
 )
-COME_DUE_THESE: Final = "UPDATE tinyq_jobs SET ready = 1 WHERE seq IN (SELECT value FROM json_each(?))"
+COME_DUE_THESE: Final = f"UPDATE tinyq_jobs SET ready = 1 WHERE {AMONG}"
 UPCOMING: Final = "SELECT min(run_at) FROM tinyq_jobs WHERE ready = 0 AND namespace = ? AND run_at > ?"
-AMONG: Final = "seq IN (SELECT value FROM json_each(?))"
 # A claim reads first and then writes: with RETURNING an UPDATE or a DELETE takes twice as long, as SQLite then goes through all
 # rows twice and unpacks the whole of each, as for a trigger.
 CLAIM: Final = (
@@ -4330,23 +4329,19 @@ READ_CHOSEN: Final = (
     "AND coalesce(options, headers, reason, error, parked, cancel_at, limit_value, singly) IS NULL THEN 2 ELSE "
     "claim_no > 0 OR payload_version <> 1 "
     "OR coalesce(options, headers, key, expires, schedule, reason, cancel_at, limit_value) IS NOT NULL END "
-    "FROM tinyq_jobs WHERE namespace = ? AND seq IN (SELECT value FROM json_each(?))"
+    f"FROM tinyq_jobs WHERE namespace = ? AND {AMONG}"
 )
 # The best of a lane with all that, where they are going to be chosen.
-READ_HEADS: Final = READ_CHOSEN.replace(
-    "seq IN (SELECT value FROM json_each(?))", "ready = 1 AND lane = ? ORDER BY priority DESC, run_at, seq LIMIT ?"
-)
+READ_HEADS: Final = READ_CHOSEN.replace(AMONG, "ready = 1 AND lane = ? ORDER BY priority DESC, run_at, seq LIMIT ?")
 READ_RECURRING: Final = (  # the same where many recur
     f"SELECT {CHOSEN}, {RECURRING_HAS}, (attempts, lost, snoozes, interruptions, payload_version) <> (0, 0, 0, 0, 1) "
     "OR coalesce(options, headers, expires, schedule, reason, error, parked, cancel_at, limit_value, singly) IS NOT NULL "
-    "FROM tinyq_jobs WHERE namespace = ? AND seq IN (SELECT value FROM json_each(?))"
+    f"FROM tinyq_jobs WHERE namespace = ? AND {AMONG}"
 )
 # Where nothing waits, what has come due can be claimed as it is, and need not go through the claim index.
 DUE_NOW: Final = READ_RECURRING.replace(
     f"{RECURRING_HAS}, ", f"{RECURRING_HAS}, lane, singly IS NOT NULL, lost > 0 OR limit_value IS NOT NULL, "
-).replace(
-    "seq IN (SELECT value FROM json_each(?))", "ready = 0 AND run_at <= ? AND seq % ? = ? ORDER BY run_at, priority DESC LIMIT ?"
-)
+).replace(AMONG, "ready = 0 AND run_at <= ? AND seq % ? = ? ORDER BY run_at, priority DESC LIMIT ?")
 DUE_SPAN: Final = (  # how many, since when, whether all have one priority, and the task of one of the first
     "SELECT jobs, since, alike, (SELECT task FROM tinyq_jobs WHERE seq = come.first) FROM ("
     "SELECT count(*) AS jobs, min(run_at) AS since, min(priority) = max(priority) AS alike, min(seq) AS first FROM ("
@@ -4369,11 +4364,8 @@ STILL_HELD: Final = (
     "FROM json_each(?) AS claim CROSS JOIN tinyq_jobs AS job "
     "ON job.seq = claim.value ->> 0 WHERE job.claim_no = claim.value ->> 1 AND job.state = 'running' AND job.lease < ?"
 )
-DONE_WITH: Final = (
-    "DELETE FROM tinyq_jobs WHERE seq IN (SELECT value FROM json_each(?)) AND claim_no = ? AND state = 'running' AND lease < ? "
-    "AND key IS NULL"
-)
-DELETE: Final = "DELETE FROM tinyq_jobs WHERE seq IN (SELECT value FROM json_each(?))"
+DONE_WITH: Final = f"DELETE FROM tinyq_jobs WHERE {AMONG} AND claim_no = ? AND state = 'running' AND lease < ? AND key IS NULL"
+DELETE: Final = f"DELETE FROM tinyq_jobs WHERE {AMONG}"
 SETTLE: Final = (
     "UPDATE tinyq_jobs SET state = ?, ready = ?, run_at = ?, attempts = ?, snoozes = ?, interruptions = ?, lost = ?, "
     "parked = ?, reason = ?, error = ?, traceback = ?, result = ?, keep_until = ?, finished = ?, lease = NULL, "
@@ -4384,14 +4376,15 @@ MOVE_ON: Final = (
     "reason = ?, error = ?, traceback = ?, fire_time = ?, tally = ?, progress = NULL, cancel_at = NULL, lease = NULL "
     "WHERE seq = ?"
 )
-# All that ran to the same period under one claim, if nobody has changed them since.
+# All that ran to the same period, if nobody has changed them since. Numbers of claims only grow: if their sum is the one that was
+# expected, each of them is.
 MOVE_ON_AS_USUAL: Final = (
     "UPDATE tinyq_jobs SET state = 'pending', ready = 0, run_at = fire_time + ?, fire_time = fire_time + ?, "
     f"tally = (CAST(coalesce(tally, '{NO_RUNS}') AS INTEGER) + 1) "  # the first number; the last one becomes the fire time
     f"|| trim(coalesce(tally, '{NO_RUNS}'), '0123456789') || fire_time, "
     "attempts = 0, snoozes = 0, interruptions = 0, lost = 0, parked = NULL, reason = NULL, error = NULL, traceback = NULL, "
-    f"progress = NULL, lease = NULL WHERE {AMONG} AND state = 'running' AND worker = ? AND started = ? AND lease < ? "
-    "AND cancel_at IS NULL AND recurrence = ?"
+    f"progress = NULL, lease = NULL WHERE {AMONG} AND state = 'running' AND lease < ? AND cancel_at IS NULL "
+    f"AND recurrence = ? AND (SELECT sum(claim_no) FROM tinyq_jobs WHERE {AMONG}) = ?"
 )
 RESCHEDULE: Final = (
     "UPDATE tinyq_jobs SET task = :task, payload = :payload, payload_version = :payload_version, options = :options, "
@@ -5105,16 +5098,16 @@ def settle_rows(
 def move_on(
     db: sqlite3.Connection, settlements: Sequence[Settlement], lease_before: int, states: dict[int, State], now: int
 ) -> Sequence[Settlement]:
-    """Settle recurring jobs to which nothing special has happened, by rows as they were when they were claimed; those of a claim
-    and a period together, or none of them if one has another claim, was cancelled or has become another. Answers all that are
-    left."""
-    runs: dict[tuple[int, str, tuple[str | None, int | None]], list[int]] = {}
+    """Settle recurring jobs to which nothing special has happened, by rows as they were when they were claimed; those of a period
+    together, or none of them if one has another claim, was cancelled or has become another. Answers all that are left."""
+    runs: dict[tuple[int, str], list[Settlement]] = {}
     for change in settlements:
         if (ran := change.ran) is not None and (period := as_usual(change, now)):
-            runs.setdefault((period, ran.recurrence, ran.claim), []).append(change.seq)
-    for (period, recurrence, claim), seqs in runs.items():
-        if all_or_none(db, MOVE_ON_AS_USUAL, (period, period, encode_json(seqs), *claim, lease_before, recurrence), len(seqs)):
-            states.update(dict.fromkeys(seqs, State.PENDING))
+            runs.setdefault((period, ran.recurrence), []).append(change)
+    for (period, recurrence), changes in runs.items():
+        seqs, claims = encode_json([change.seq for change in changes]), sum(change.claim_no for change in changes)
+        if all_or_none(db, MOVE_ON_AS_USUAL, (period, period, seqs, lease_before, recurrence, seqs, claims), len(changes)):
+            states.update((change.seq, State.PENDING) for change in changes)
     return [change for change in settlements if change.seq not in states] if runs else settlements
 
 
@@ -7282,7 +7275,7 @@ def choose_fire_time(job: Running, now: int) -> bool:
     """For which of the fire times that have passed a recurring job runs; False for none of them, as it is too late."""
     due = cast(int, job.fire_time)
     if 0 <= now - due < interval_of(cast(str, job.recurrence))[2] and job.attempts == 1:
-        job.ran = Ran(due, now, 0, 0, cast(str, job.recurrence), (job.worker, job.started))
+        job.ran = Ran(due, now, 0, 0, cast(str, job.recurrence))
         return True
     recurrence = recurrence_of(cast(str, job.recurrence))
     rule = rule_from(recurrence.rule)
@@ -8483,19 +8476,19 @@ class Crew:
         self._stepped = (now, moment)
         # What is renewed in time has more than two thirds of its lease before it.
         doubtful = await tier.store.list(State.RUNNING, lease_before=later(now, self._lease * 0.6), limit=DOUBTFUL)
-        if any(row.tag not in self.running for row in doubtful) and not await self._writes_in_time(tier):
+        others = [row for row in doubtful if row.tag not in self.running]
+        if others and not await self._writes_in_time(tier):
             self._watched.clear()
             return self._lease / 6
         names = {row.seq: (row.seq, row.claim_no, row.lease) for row in doubtful}
         self._watched = {name: self._watched.get(name, moment) for name in names.values()}
         gone = [
             row
-            for row in doubtful
+            for row in others
             if (row.lease or 0) < now
             and moment - self._watched[names[row.seq]] >= self._lease / 3
-            and row.tag not in self.running
+            and row.tag not in self.running  # still, after that write
         ]
-        others = [row for row in doubtful if row.tag not in self.running]
         ends = (max(((row.lease or 0) - now) / 1e6, self._watched[names[row.seq]] + self._lease / 3 - moment) for row in others)
         if not gone:
             return min(ends, default=math.inf)

@@ -1064,7 +1064,7 @@ async def test_recurring_jobs_move_on_together_in_one_statement(
     await watched.insert([job(key=f"k{n}", recurrence=text, fire_time=NOW) for n in range(10)], NOW)
     rows = await claim(watched)
     spy.seen.clear()
-    ran = tinyq.Ran(NOW, NOW, 0, 0, text, ("w1", NOW))
+    ran = tinyq.Ran(NOW, NOW, 0, 0, text)
     states = await watched.settle([tinyq.done_with(row)._replace(ran=ran) for row in rows], NOW + 1)
     assert states == {row.seq: State.PENDING for row in rows}
     [(sql, parameters)] = [(sql, parameters) for sql, parameters, _ in spy.seen if "tinyq_jobs" in sql]
