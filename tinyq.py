@@ -762,6 +762,8 @@ class Lazily:
 
 
 IS_DONE: Final = State.DONE  # (to reach a member through its class takes a while)
+IS_PENDING: Final = State.PENDING
+IS_RUNNING: Final = State.RUNNING
 STARTED: Final = {"state": State.RUNNING, "attempts": 1, "claim_no": 1}
 
 
@@ -836,7 +838,6 @@ class JobRow:
     in_handler: bool = False
     deadline: float = math.inf  # monotonic
     refused: Outcome | None = None  # why its handler cannot even be called
-    doubtful: bool = False  # it may turn out that its handler must not be called
     why: Why | None = None  # why it was told to stop
     call: BatchCall | None = None  # that it is in, together with others
     note: str | None = None  # for the stored row, with the next renewal
@@ -896,9 +897,13 @@ class SimpleRow(JobRow):
         self.state, self.attempts, self.claim_no = State.PENDING, 0, 0
 
 
+class ClaimedRow(JobRow):
+    """A durable job as a claim has read it. What it has got by the time it has run is something else than what a new job gets."""
+
+
 def shape(row: JobRow, *names: str) -> None:
     """Give the first instance of a class the fields that the later ones will have. They then share one table of names, of at most
-    30; a name that comes up later would cost each instance a dictionary of its own."""
+    29; a name that comes up later would cost each instance a dictionary of its own."""
     for name in names:
         setattr(row, name, None)
 
@@ -910,8 +915,13 @@ shape(
 )  # fmt: skip
 shape(
     object.__new__(JobRow), "task", "queue", "priority", "run_at", "created", "id", "handler", "settings", "key", "on_conflict",
-    "durable", "payload", "seq", "state", "attempts", "claim_no", "worker", "lease", "started", "tier", "deadline", "runner",
-    "args", "kwargs", "in_handler", "finished", "value", "reason", "keep_until", "exception",
+    "durable", "options", "lane", "payload", "worker", "lease", "started", "overtakes", "seq", "state", "claim_no", "attempts",
+    "tier", "deadline", "runner", "args", "in_handler", "finished", "value",
+)  # fmt: skip
+shape(
+    object.__new__(ClaimedRow), "seq", "id", "task", "queue", "priority", "run_at", "created", "payload", "durable", "state",
+    "worker", "lease", "started", "attempts", "claim_no", "key", "recurrence", "fire_time", "handler", "settings", "tier",
+    "deadline", "runner", "args", "kwargs", "in_handler", "ran", "value", "finished",
 )  # fmt: skip
 
 # `JobRow.ready` of a pending row. NULL for every other state, so that the partial indexes hold nothing else.
@@ -4471,6 +4481,30 @@ def lane_of(namespace: str, queue: str, task: str, value: str | None = None, sin
 STATES: Final = {str(state): state for state in State}
 
 
+@functools.cache
+def handing_over(select: str, width: int) -> str:
+    names = ", ".join(f"c{number}" for number in range(width))
+    return f"WITH found({names}) AS ({select}) SELECT count(tinyq_row({names})) FROM found"
+
+
+def rows_of(db: sqlite3.Connection, select: str, width: int, parameters: Sequence[Any]) -> Sequence[tuple[Any, ...]]:
+    """The rows of a SELECT of so many columns. A cursor lets the GIL go and takes it again for each column of each row, while a
+    function that the statement calls is given whole rows."""
+    import sqlite3
+
+    handed: list[tuple[Any, ...]] | None = getattr(db, "handed", None)
+    if handed is not None and db.text_factory is str:
+        try:
+            db.execute(handing_over(select, width), parameters).fetchone()
+            return handed.copy()
+        except sqlite3.OperationalError as error:
+            if "user-defined function" not in str(error):
+                raise  # else there is text that is not UTF-8, of which a cursor tells
+        finally:
+            handed.clear()
+    return db.execute(select, parameters).fetchall()
+
+
 def as_row(values: Sequence[Any]) -> JobRow:
     """A row out of a SELECT of ALL."""
     row: JobRow = object.__new__(JobRow)
@@ -4507,7 +4541,8 @@ def is_new(row: JobRow) -> bool:
 def insert_alike(
     db: sqlite3.Connection, statements: tuple[str, str], rows: Iterable[tuple[tuple[Any, ...], tuple[Any, ...]]]
 ) -> None:
-    """Rows as what the statements ask for: of its kind, and of each."""
+    """Rows as what the statements ask for: of its kind, and of each. (The id as bytearray: for bytes sqlite3 first looks for an
+    adapter, which takes as long as half of the insertion.)"""
     one, many = statements
     for kind, some in itertools.groupby(rows, lambda row: row[0]):
         values = [each for _, each in some]
@@ -4524,7 +4559,7 @@ def insert_new(db: sqlite3.Connection, namespace: str, rows: Iterable[JobRow], n
             ((namespace, row.task, row.queue, row.lane or lane_of(namespace, row.queue, row.task, row.limit_value), row.priority,
               LATER if row.run_at > now else CLAIMABLE,
               row.payload_version, row.options, row.headers, row.expires, row.limit_value),
-             (row.id, row.run_at, row.created, row.payload))
+             (bytearray(row.id), row.run_at, row.created, row.payload))
             for row in rows
         ),
     )  # fmt: skip
@@ -4552,7 +4587,7 @@ def insert_handed(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow]
         (
             ((namespace, row.task, row.queue, row.lane or lane_of(namespace, row.queue, row.task), row.priority,
               row.payload_version, row.options, row.headers, row.expires, row.worker),
-             (row.id, row.run_at, row.created, row.payload, row.lease, row.started))
+             (bytearray(row.id), row.run_at, row.created, row.payload, row.lease, row.started))
             for row in rows
         ),
     )  # fmt: skip
@@ -4853,7 +4888,7 @@ def of_one_lane(
     elif lane.due is not None:
         found, full = plain_heads(db, room, lane)
     else:
-        read = db.execute(READ_HEADS, (namespace, lane.number, lane.slots)).fetchall()
+        read = rows_of(db, READ_HEADS, 9, (namespace, lane.number, lane.slots))
         found, full = [(row[4], row[5], row[0]) for row in read], len(read) == lane.slots
     most = share.of(db, namespace, len(found), found[0][1] + window) if share is not None and found else len(found)
     wait = soonest(ripe_at, now + FRESH_FOR if most < len(found) else None)
@@ -4957,7 +4992,7 @@ def just_due(db: sqlite3.Connection, namespace: str, room: Room, share: Share, f
     count, since, alike, first = db.execute(DUE_SPAN, (namespace, share.now, room.comes_due)).fetchone()
     since += min(room.terms[first].window, LONG_WINDOW) if first in room.terms else 0
     parts, part = share.part(db, namespace, count, since) if alike else (1, 0)
-    rows = db.execute(DUE_NOW, (namespace, share.now, parts, part, room.comes_due)).fetchall()
+    rows = rows_of(db, DUE_NOW, 16, (namespace, share.now, parts, part, room.comes_due))
     jobs: dict[int, list[Any]] = {}  # by lane
     for row in rows:
         jobs.setdefault(row[12], []).append(row)
@@ -4997,26 +5032,24 @@ def claim_just_due(db: sqlite3.Connection, namespace: str, room: Room, come: Jus
     return Claimed(rows, soonest(again, upcoming, choice.wait), more, room.paused, choice.limited)
 
 
-CHOSEN_HAS: Final = tuple(f"{CHOSEN}, {RECURRING_HAS}".split(", "))  # of which READ_CHOSEN answers the first alone
-NEWLY_CLAIMED: Final = {"durable": True, "state": State.RUNNING, "attempts": 1, "claim_no": 1}
-
-
 def take(db: sqlite3.Connection, namespace: str, choice: Choice, worker: str, lease: int, now: int) -> list[JobRow]:
     """Lease what was chosen to the worker. In the order of the choice, with all that is to be known of it."""
     if not choice.seqs:
         return []
-    common = NEWLY_CLAIMED | {"worker": worker, "lease": lease, "started": now}
     rows: dict[int, JobRow] = {}
     recurring, special = list[int](), list[int]()
-    read = READ_RECURRING if choice.recurring else READ_CHOSEN
-    for values in choice.read or db.execute(read, (namespace, encode_json(choice.seqs))):
-        row = rows[values[0]] = object.__new__(JobRow)
-        vars(row).update(common)
-        vars(row).update(zip(CHOSEN_HAS, values[:-1], strict=False))
+    read = (READ_RECURRING, 13) if choice.recurring else (READ_CHOSEN, 9)
+    for values in choice.read or rows_of(db, *read, (namespace, encode_json(choice.seqs))):
+        row: JobRow = object.__new__(ClaimedRow)  # (an update of its `vars` would give each a dictionary of its own)
+        rows[values[0]] = row
+        row.seq, row.id, row.task, row.queue, row.priority, row.run_at, row.created, row.payload = values[:8]
+        row.durable, row.state, row.worker, row.lease, row.started = True, IS_RUNNING, worker, lease, now
+        row.attempts = row.claim_no = 1
+        if choice.recurring:
+            row.key, row.recurrence, row.fire_time, row.claim_no = values[8:12]
+            row.claim_no += 1
         if values[-1] == SPECIAL:
             special.append(row.seq)
-        elif choice.recurring:
-            row.claim_no += 1
         elif values[-1] == RECURRING_ONLY:
             recurring.append(row.seq)
     if db.execute(CLAIM, (worker, lease, now, encode_json([*rows]))).rowcount != len(rows):  # a trigger of somebody else's?
@@ -5025,7 +5058,8 @@ def take(db: sqlite3.Connection, namespace: str, choice: Choice, worker: str, le
         recurring, special = ([seq for seq in seqs if seq in held] for seqs in (recurring, special))
     if recurring:
         for seq, *others in db.execute(MORE_OF_RECURRING, (encode_json(recurring),)):
-            vars(rows[seq]).update(zip(RECURRING_HAS.split(", "), others, strict=True))
+            row = rows[seq]
+            row.key, row.recurrence, row.fire_time, row.claim_no = others
     if special:
         for row in map(as_row, db.execute(f"SELECT {ALL} FROM tinyq_jobs WHERE {AMONG}", (encode_json(special),))):
             rows[row.seq] = row
@@ -5126,16 +5160,15 @@ def delete_done(
     db: sqlite3.Connection, settlements: Sequence[Settlement], lease_before: int, states: dict[int, State]
 ) -> Sequence[Settlement]:
     """Settle those of which nothing is kept, by the numbers of their claims, which are few. Answers the others."""
-    ends: dict[int, list[Settlement]] = {}
+    ends: dict[tuple[int, State], list[int]] = {}
     for change in settlements:
-        if not change.keep and change.state is not State.PENDING:
-            ends.setdefault(change.claim_no, []).append(change)
-    for claim_no, changes in ends.items():
-        which = encode_json([change.seq for change in changes]), claim_no, lease_before
-        if not all_or_none(db, DONE_WITH, which, len(changes)):
-            held = {seq for (seq,) in db.execute(f"{DONE_WITH} RETURNING seq", which)}
-            changes = [change for change in changes if change.seq in held]
-        states.update((change.seq, change.state) for change in changes)
+        if not change.keep and change.state is not IS_PENDING:
+            ends.setdefault((change.claim_no, change.state), []).append(change.seq)
+    for (claim_no, state), seqs in ends.items():
+        which = encode_json(seqs), claim_no, lease_before
+        if not all_or_none(db, DONE_WITH, which, len(seqs)):
+            seqs = [seq for (seq,) in db.execute(f"{DONE_WITH} RETURNING seq", which)]
+        states.update(dict.fromkeys(seqs, state))
     return [change for change in settlements if change.seq not in states]
 
 
@@ -5318,6 +5351,9 @@ def connection_class() -> type[sqlite3.Connection]:
                 # The database refers to the list and the list to the database, in C where no collector looks, not even that of an
                 # interpreter which ends: only `close` frees a connection.
                 self.create_function("tinyq_open", 0, _open.__len__)
+            self.handed: list[tuple[Any, ...]] = []  # see rows_of
+            hand_over = self.handed.append
+            self.create_function("tinyq_row", -1, lambda *values: hand_over(values))
 
         def close(self) -> None:
             with _opening:
@@ -5571,10 +5607,10 @@ def warm_up(db: sqlite3.Connection, namespace: str) -> None:
     for change in (*NEW, *HANDED, CLAIM, DONE_WITH):
         db.executemany(change, ())
     edges(db, namespace)
-    for select, parameters in (
-        (GROUPS, lane_range(namespace)), (READ_CHOSEN, (namespace, "[]")), (READ_HEADS, (namespace, 0, 0)), (LANE_HEADS, (0, 0)),
-    ):  # fmt: skip
-        db.execute(select, parameters).fetchall()
+    rows_of(db, READ_HEADS, 9, (namespace, 0, 0))
+    rows_of(db, READ_CHOSEN, 9, (namespace, "[]"))
+    db.execute(GROUPS, lane_range(namespace)).fetchall()
+    db.execute(LANE_HEADS, (0, 0)).fetchall()
 
 
 def migrate(db: sqlite3.Connection, path: str) -> None:
@@ -6090,7 +6126,7 @@ class SQLiteStore:
         return answers
 
     def _note_settled(self, settlements: Sequence[Settlement], states: dict[int, State], now: int) -> dict[int, State]:
-        again = (change.seq for change in settlements if change.frees or (change.state is State.PENDING and change.run_at <= now))
+        again = [change.seq for change in settlements if change.frees or (change.state is IS_PENDING and change.run_at <= now)]
         self._note_due(any(seq in states for seq in again), now)
         return states
 
@@ -7332,6 +7368,26 @@ def prepare_call(job: Running, clock: Clock) -> Outcome | Arguments:
     return job.args, job.kwargs
 
 
+SHORT: Final = 2_000  # characters of payloads that are decoded together
+
+
+def decode_together(jobs: Sequence[tuple[JobRow, Handler, Settings]]) -> None:
+    """Give stored jobs their arguments, all at once, which takes a fraction of the time. Where anything is out of the ordinary
+    prepare_call does it, and tells what is wrong with which."""
+    payloads = [row.payload or "" for row, _, _ in jobs]
+    if max(map(len, payloads), default=SHORT) >= SHORT:
+        return
+    try:
+        calls = decode_json(f"[{','.join(payloads)}]", strict=True)
+        if len(calls) != len(jobs):
+            return
+        for (row, handler, _), (args, kwargs) in zip(jobs, calls, strict=True):
+            if handler.codecs is None and type(args) is list and kwargs == {} and row.payload_version == PAYLOAD_VERSION:
+                row.args = args if handler.fewest <= len(args) <= handler.most else None
+    except (ValueError, TypeError, RecursionError):
+        return
+
+
 def check_call(handler: Handler, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """TypeError unless the handler takes these arguments."""
     if (kwargs or not handler.fewest <= len(args) <= handler.most) and handler.signature is not None:
@@ -7435,7 +7491,7 @@ def add_headers(row: JobRow, hooks: Sequence[EnqueueHook]) -> None:
 async def call_handler(job: Running, threads: Threads, clock: Clock, ended: Callable[[Running, Outcome], None]) -> None:
     """The whole task of one job: run its handler, and hand over what came of it. Raises nothing but a real Ctrl-C."""
     args, kwargs = job.args, job.kwargs
-    if args is None or job.doubtful:
+    if args is None or job.recurrence or job.expires is not None or job.lost or job.refused is not None:
         found = prepare_call(job, clock)
         if isinstance(found, Outcome):
             ended(job, found)
@@ -7643,10 +7699,10 @@ def done_with(
     row: JobRow, reason: str | None = None, result: str | None = None, until: int | None = None, keep: bool = False
 ) -> Settlement:
     """Done; without more, nothing of it is kept."""
-    return Settlement(
+    return tuple.__new__(Settlement, (  # (without the detour of Settlement(...): one for each job)
         row.seq, row.claim_no, IS_DONE, row.run_at, row.attempts, row.snoozes, row.interruptions, row.lost, None,
-        reason, None, None, result, until, keep, row.ran, row.singly and 0,
-    )  # fmt: skip
+        reason, None, None, result, until, keep, row.ran, row.singly and 0, False,
+    ))  # fmt: skip
 
 
 def done(row: JobRow, outcome: Outcome, settings: Settings, now: int) -> Settlement:
@@ -8007,8 +8063,9 @@ class Crew:
 
     async def _start_all(self, tier: Tier, rows: Sequence[JobRow], now: int) -> None:
         back, calls, handles = [], dict[tuple[Any, ...], list[Running]](), tier.durable and bool(self.live)
+        ready: list[tuple[JobRow, Handler, Settings]] = []
         for row in rows:
-            if row.tag in self.running:  # it lost its lease here, and its thread has not ended yet
+            if (row.id if tier.durable else row) in self.running:  # it lost its lease here, and its thread has not ended yet
                 back.append(decide(row, Outcome("unstarted", delay=1.0), Settings(), now))
                 continue
             if handles:
@@ -8022,6 +8079,10 @@ class Crew:
             except Undecodable as error:
                 self.start(tier, row, handler, Settings(), Outcome("undecodable", reason=str(error)))
                 continue
+            ready.append((row, handler, settings))
+        if tier.durable:
+            decode_together(ready)
+        for row, handler, settings in ready:
             if handler.batch:
                 calls.setdefault(
                     (handler.name, row.queue, row.limit_value, bool(row.lost), runs_alone(row) and row.seq), []
@@ -8068,8 +8129,8 @@ class Crew:
         job.handler, job.settings, job.tier = handler, settings, tier
         if not tier.claiming:  # claimed while the tier was being closed
             refused = Outcome("unstarted")
-        if refused is not None or job.expires is not None or job.lost or job.recurrence:
-            job.refused, job.doubtful = refused, True
+        if refused is not None:
+            job.refused = refused
         self.activity += 1
         self.running[job.id if job.durable else job] = job
         return job
@@ -8165,8 +8226,9 @@ class Crew:
         usual = outcome is DONE and (job.key is None or (job.recurrence and job.durable)) and job.settings.result_ttl <= 0
         if usual and not job.settings.shared:  # what most jobs come to, without the detour
             if job.durable:
+                if not self._ended:  # else the next round knows already
+                    self.settle_wake.set()
                 self._ended.append((job, DONE, done_with(job)))
-                self.settle_wake.set()
                 return
             self.memory.forget(job)
             del self.running[job]
@@ -8190,7 +8252,7 @@ class Crew:
 
     def _leave(self, job: Running, now: int) -> None:
         """It runs here no more, whatever has been written of it."""
-        del self.running[job.tag]
+        del self.running[job.id if job.durable else job]
         if job.refused is not None or job.why is not None or job.note is not None:
             job.refused = job.why = job.note = None
         self.tell(job, now)

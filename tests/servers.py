@@ -49,7 +49,8 @@ class Server:
     def accepts(self) -> bool:
         assert self.process.poll() is None, "the server ended while starting"
         with socket.socket() as client:
-            return client.connect_ex(("127.0.0.1", self.port)) == 0
+            # (While nobody listens, a socket may get this very port for its own end, and is then connected to itself.)
+            return client.connect_ex(("127.0.0.1", self.port)) == 0 and client.getsockname() != client.getpeername()
 
     def wait_for_exit(self, seconds: float = 60) -> None:
         wait_until("the server has ended", lambda: self.process.poll() is not None, seconds)

@@ -1358,6 +1358,53 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+async def test_durable_jobs_that_have_run_keep_no_dictionaries_of_their_own(open_file: Open, file: Path) -> None:
+    async with TinyQ(str(file), worker=False) as before:
+        await before.enqueue_many([("runs", (number,)) for number in range(5)], durable=True)
+        for number in range(5):
+            await before.schedule("ticks", number, when=tinyq.Every(3600.0), key=str(number), immediate=True)
+    rows: list[tinyq.JobRow] = []
+    q = await open_file()
+
+    def note() -> None:
+        row = tinyq._current.get()
+        assert row is not None
+        rows.append(row)
+
+    @q.task(name="runs")
+    async def runs(number: int) -> None:
+        note()
+
+    @q.task(name="ticks")
+    async def ticks(number: int) -> None:
+        note()
+
+    await eventually(lambda: len(rows) == 10 and not engine_of(q).crew.running)
+    assert {type(row) for row in rows} == {tinyq.ClaimedRow}
+    for row in rows:  # its values stand in the object itself
+        assert [fields for fields in gc.get_referents(row) if isinstance(fields, dict) and "task" in fields] == []
+
+
+@pytest.mark.parametrize("payload", ["[[7],{}],[[7],{}]", "[[7],{}", "[[7],{}],", "", "[[7],[]]", "[7,{}]", "[[NaN],{}]", "7"])
+async def test_a_payload_that_is_none_leaves_those_that_are_claimed_with_it_their_own_arguments(
+    open_file: Open, file: Path, payload: str
+) -> None:
+    async with TinyQ(str(file), worker=False) as before:
+        await before.enqueue_many([("runs", (number,)) for number in range(5)], durable=True)
+    query(file, "UPDATE tinyq_jobs SET payload = ? WHERE seq = 3", payload)
+    ran: list[int] = []
+    q = await open_file()
+
+    @q.task(name="runs")
+    async def runs(number: int) -> None:
+        ran.append(number)
+
+    await eventually(lambda: len(ran) == 4 and not engine_of(q).crew.running)
+    assert ran == [0, 1, 3, 4]
+    [(state, reason)] = query(file, "SELECT state, reason FROM tinyq_jobs")
+    assert state == "dead" and reason.startswith("undecodable")
+
+
 async def test_outcomes_of_jobs_that_end_together_are_written_together(open_file: Open, file: Path, settled: list[int]) -> None:
     q = await open_file(concurrency=200)
     gate = asyncio.Event()

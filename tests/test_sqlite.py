@@ -929,6 +929,7 @@ async def test_no_statement_of_daily_work_scans_the_jobs(watched: SQLiteStore, s
     statements = {sql: parameters for sql, parameters, _ in spy.seen if "tinyq_jobs" in sql and "GROUP BY" not in sql}
     statements.pop(next(sql for sql in statements if "WHERE namespace = ? AND state = ? ORDER BY seq LIMIT" in sql))
     assert len(statements) > 20
+    other.create_function("tinyq_row", -1, lambda *values: None)  # of which the store's own connections know
     for sql, parameters in statements.items():
         steps = plan(other, sql, parameters)
         assert [step for step in steps if step.startswith(("SCAN tinyq_jobs", "SCAN job", "SCAN j ", "SCAN n"))] == [], sql
@@ -1171,6 +1172,26 @@ async def test_a_look_at_a_file_where_nothing_is_due_is_one_statement(other: sql
     other.set_trace_callback(seen.append)
     assert tinyq.look_for_due(other, "default", ROOM, NOW) == tinyq.Claimed((), LEASE, False)
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("select", ["READ_HEADS", "READ_CHOSEN", "READ_RECURRING"])
+def test_a_connection_of_tinyq_hands_over_the_same_rows_as_a_cursor(path: str, select: str) -> None:
+    statement, which = getattr(tinyq, select), ("default", tinyq.lane_of("default", "default", "send"), 50)
+    rows = [
+        job(payload=text, priority=number) for number, text in enumerate(["[[1],{}]", None, "", "\0 nil \0", "ü€𝄞", "x" * 10_000])
+    ]
+    with closing(tinyq.connection_class()(path, isolation_level=None)) as db:
+        tinyq.prepare(db, path, "normal")
+        db.execute("BEGIN IMMEDIATE")
+        tinyq.insert_rows(db, "default", rows, NOW)
+        seqs = tinyq.encode_json([seq for (seq,) in db.execute("SELECT seq FROM tinyq_jobs")])
+        given = which if select == "READ_HEADS" else ("default", seqs)
+        plain = db.execute(statement, given).fetchall()
+        assert [row[7] for row in plain] == [row.payload for row in (rows[::-1] if select == "READ_HEADS" else rows)]
+        for _ in range(2):
+            assert tinyq.rows_of(db, statement, len(plain[0]), given) == plain
+        assert tinyq.rows_of(db, statement, len(plain[0]), ("nobody", *given[1:])) == []
+        db.execute("ROLLBACK")
 
 
 async def test_a_claim_reads_no_more_fragile_rows_than_may_run(path: str) -> None:
