@@ -4358,6 +4358,11 @@ DUE_SPAN: Final = (  # how many, since when, whether all have one priority, and 
     "SELECT seq, run_at, priority FROM tinyq_jobs WHERE ready = 0 AND namespace = ? AND run_at <= ? "
     "ORDER BY run_at, priority DESC LIMIT ?)) AS come"
 )
+DUE_ALIKE: Final = (  # whether those are of one lane, and nothing about any of them concerns the claim
+    "SELECT min(lane) = max(lane) AND max(lost > 0 OR limit_value IS NOT NULL OR singly IS NOT NULL) = 0 FROM ("
+    "SELECT lane, lost, limit_value, singly FROM tinyq_jobs WHERE ready = 0 AND namespace = ? AND run_at <= ? "
+    "ORDER BY run_at, priority DESC LIMIT ?)"
+)
 SPECIAL: Final = 1  # what READ_CHOSEN says of a row that is to be read whole
 RECURRING_ONLY: Final = 2  # and of a recurring job of which only RECURRING_HAS is more to know
 MORE_OF_RECURRING: Final = f"SELECT seq, {RECURRING_HAS} FROM tinyq_jobs WHERE {AMONG}"
@@ -4956,6 +4961,8 @@ def claim_rows(db: sqlite3.Connection, namespace: str, room: Room, worker: str, 
         lanes, fragile, full = due_lanes(db, namespace, room, first, first_fragile, now)
         if first != 0 and first_fragile != 0 and not lanes and not fragile:
             come = just_due(db, namespace, room, share, full)
+            if isinstance(come, Claimed):
+                return come
             if come is not None:
                 return claim_just_due(db, namespace, room, come, share, lease)
         moved = db.execute(COME_DUE, (namespace, now, room.comes_due)).rowcount
@@ -4987,10 +4994,17 @@ class JustDue(NamedTuple):
     shared_out: bool  # a part of it is another worker's
 
 
-def just_due(db: sqlite3.Connection, namespace: str, room: Room, share: Share, full: bool) -> JustDue | None:
-    """None if the claim index is needed: for limits, for rows without a lane, or where some have been lost before."""
-    count, since, alike, first = db.execute(DUE_SPAN, (namespace, share.now, room.comes_due)).fetchone()
-    since += min(room.terms[first].window, LONG_WINDOW) if first in room.terms else 0
+def just_due(db: sqlite3.Connection, namespace: str, room: Room, share: Share, full: bool) -> JustDue | Claimed | None:
+    """None if the claim index is needed: for limits, for rows without a lane, or where some have been lost before. The answer of
+    the claim if all of them wait for others to go with, so that they need not be read yet."""
+    some = (namespace, share.now, room.comes_due)
+    count, since, alike, first = db.execute(DUE_SPAN, some).fetchone()
+    if (terms := room.terms.get(first)) is not None and 0 < terms.window <= LONG_WINDOW and not terms.limited:
+        ripe_at = terms.ripe_at([since], count)
+        if ripe_at > share.now and count < room.comes_due and db.execute(DUE_ALIKE, some).fetchone()[0]:
+            upcoming = db.execute(UPCOMING, (namespace, share.now)).fetchone()[0]
+            return Claimed((), soonest(ripe_at, upcoming), True, room.paused, frozenset(terms.names[:1]))
+    since += min(terms.window, LONG_WINDOW) if terms is not None else 0
     parts, part = share.part(db, namespace, count, since) if alike else (1, 0)
     rows = rows_of(db, DUE_NOW, 16, (namespace, share.now, parts, part, room.comes_due))
     jobs: dict[int, list[Any]] = {}  # by lane
@@ -6282,7 +6296,7 @@ class SQLiteStore:
 # A thread with a connection of its own, for what must go on while the event loop is blocked: leases are renewed, and the
 # process stays listed. It also hears of what others wrote; so does the doorbell, a datagram that can only cause a look.
 
-TICK: Final = 0.1  # seconds between looks at PRAGMA data_version, for what something other than tinyq wrote
+TICK: Final = 0.125  # seconds between looks at PRAGMA data_version, for what something other than tinyq wrote
 BEAT: Final = 1.0  # seconds between questions to the event loop
 SAFETY: Final = 5.0  # seconds between looks of those who should have been told
 STUCK: Final = 10  # leases for which a loop that does not turn keeps its jobs
@@ -6331,7 +6345,8 @@ class Pulse:
     """The thread and the doorbell of one process on one file.
 
     `claims` gives what runs here, as for `extend`, and is called in the thread; `heed` (with the answer of a renewal) and `heard`
-    (somebody wrote) are called in the loop. `listening`: whether anybody wants to hear.
+    (somebody wrote) are called in the loop. `listening`: whether anybody wants to hear. `looks_at`: when the next claim is to be
+    made anyway, FOREVER while one is under way.
     """
 
     def __init__(
@@ -6345,10 +6360,11 @@ class Pulse:
         heed: Callable[[Sequence[tuple[int, int, str | None]], Mapping[int, int | None]], None],
         heard: Callable[[], None],
         listening: Callable[[], bool],
+        looks_at: Callable[[], int],
     ) -> None:
         self.renewed = time.monotonic()  # when the owner began the last renewal that it has completed
         self._path, self._config, self._worker, self._beat, self._incidents = path, config, worker, beat, incidents
-        self._claims, self._heed, self._heard, self._listening = claims, heed, heard, listening
+        self._claims, self._heed, self._heard, self._listening, self._looks_at = claims, heed, heard, listening, looks_at
         self._loop = asyncio.get_running_loop()
         self._lease = round(config.lease * 1e6)
         self._started = config.clock.time()
@@ -6358,6 +6374,7 @@ class Pulse:
         self._ports_of: tuple[int, int, int] | None = None  # what was known when they were read
         self._db: sqlite3.Connection | None = None
         self._version: int | None = None
+        self._paused: frozenset[str] | None = None
         self._renewed_here = self._enlisted = -math.inf
         self._asked = -math.inf
         self._nudge = threading.Event()
@@ -6425,11 +6442,11 @@ class Pulse:
     def _serve(self) -> None:
         while not self._ending and not self._loop.is_closed():
             moment = time.monotonic()
-            if moment - self._asked >= BEAT:
-                self._asked = moment
-                self._beat.owed()
             for duty in self._duties:
                 self._attend_to(duty, moment)
+            if moment - self._asked >= BEAT:  # last: the loop, which this wakes, then need not share the GIL
+                self._asked = moment
+                self._beat.owed()
             self._nudge.wait(TICK if self._config.worker or self._listening() else BEAT)
             self._nudge.clear()
         self._leave()
@@ -6492,11 +6509,15 @@ class Pulse:
         self._db = None
 
     def _listen(self, db: sqlite3.Connection, moment: float) -> None:
-        """Whether anybody else wrote since the last time. (Also the owner: a look that finds nothing, and writes nothing.)"""
+        """Whether anybody else wrote since the last time, if only the owner, and whether that may be news for a claim."""
         [version] = db.execute("PRAGMA data_version").fetchone()
         if version != self._version:
             self._version = version
-            self._loop.call_soon_threadsafe(self._heard)
+            next_at, first, first_fragile, paused = edges(db, self._config.namespace)
+            sooner = next_at is not None and next_at < self._looks_at()
+            if sooner or first is not None or first_fragile is not None or paused != self._paused or self._listening():
+                self._loop.call_soon_threadsafe(self._heard)
+            self._paused = paused
 
     def _renew(self, db: sqlite3.Connection, moment: float) -> None:
         """What the owner has not renewed by a third of the lease; and that this process is there."""
@@ -7964,6 +7985,7 @@ class Crew:
         self.closing = asyncio.Event()
         self.activity = 0  # grows with every job that is inserted or started here
         self.written = 0  # grows whenever outcomes have been written
+        self.looks_at = FOREVER  # when durable jobs are to be claimed next, FOREVER if that depends on what is found or written
         self.pauses = 0  # grows with every pause and resume that is asked for here
         self.after_death: Callable[[JobRow], None] | None = None
         self._clock = clock
@@ -7994,6 +8016,8 @@ class Crew:
     async def claim(self, tier: Tier, now: int) -> float:
         """Take what is due and fits, and start it."""
         tier.hungry = tier.claiming
+        if tier.durable:
+            self.looks_at = FOREVER
         if not tier.claiming:
             return math.inf
         if self._slots.full():
@@ -8026,7 +8050,10 @@ class Crew:
             self.heed(claimed.paused)
         await self._start_all(tier, claimed.rows, now)
         due = math.inf if claimed.next_at is None else max(0.0, (claimed.next_at - now) / 1e6)
-        return min(due, SAFETY) if tier.durable else due if due == math.inf else min(due, LONGEST_SLEEP)
+        if not tier.durable:
+            return due if due == math.inf else min(due, LONGEST_SLEEP)
+        self.looks_at = claimed.next_at or FOREVER
+        return min(due, SAFETY)
 
     def heed(self, paused: frozenset[str]) -> None:
         """Let best-effort jobs of a queue that is paused in the database wait as well."""
@@ -9727,6 +9754,7 @@ class Engine(Inquiries):
             crew.heed_renewal,
             self.heard,
             self.listening,
+            lambda: crew.looks_at,
         )
         store.on_due = self.pulse.ring
         self.pulse.start()

@@ -1174,6 +1174,45 @@ async def test_a_look_at_a_file_where_nothing_is_due_is_one_statement(other: sql
     assert len(seen) == 1
 
 
+GATHERING: dict[str, tuple[list[dict[str, Any]], int]] = {  # what is due besides four polls, and how many a claim takes then
+    "nothing": ([], 0),
+    "too few": ([{}] * 5, 0),
+    "enough": ([{}] * 6, 10),
+    "another task": ([{"task": "send"}], 1),
+    "another queue": ([{"queue": "other"}], 0),
+    "one that was lost before": ([{"lost": 1}], 1),
+    "one that goes alone": ([{"singly": 1, "priority": 1}], 1),
+    "one that has waited": ([{"run_at": NOW - 50_000}], 5),
+}
+
+
+@pytest.mark.parametrize("others", GATHERING)
+def test_items_that_wait_for_others_to_go_with_are_not_read_until_then(path: str, others: str) -> None:
+    besides, count = GATHERING[others]
+    terms = {"poll": tinyq.Terms(names=("poll",), size=10, window=50_000, value_of=lambda payload, version: "")}
+    room = Room(10, {}, 10, 1, {"poll": False, "send": False}, terms=terms)
+    rows = [job("poll", run_at=NOW + number) for number in range(4)] + [job(**{"task": "poll"} | fields) for fields in besides]
+    with closing(tinyq.connection_class()(path, isolation_level=None)) as db:
+        tinyq.prepare(db, path, "normal")
+        db.execute("BEGIN IMMEDIATE")
+        tinyq.insert_rows(db, "default", rows, NOW - 10**6)
+        db.executemany(
+            "UPDATE tinyq_jobs SET lost = ?, singly = ?, ready = 0, lane = ? WHERE id = ?",
+            [(row.lost, row.singly, tinyq.lane_of("default", row.queue, row.task, None, row.singly), row.id) for row in rows],
+        )
+        statements = list[str]()
+        db.set_trace_callback(statements.append)
+        claimed = tinyq.claim_rows(db, "default", room, "w1", LEASE, NOW + 10)
+        assert len(claimed.rows) == count
+        db.set_trace_callback(None)
+        if others in ("nothing", "too few"):
+            assert claimed == tinyq.Claimed((), NOW + 50_000, True, limited=frozenset({"poll"}))
+            assert [text for text in statements if "tinyq_row" in text or "payload" in text] == []
+        rest = tinyq.claim_rows(db, "default", room, "w1", LEASE, NOW + 50_000)
+        assert len(claimed.rows) + len(rest.rows) >= len(rows) - (others == "one that goes alone")
+        db.execute("ROLLBACK")
+
+
 @pytest.mark.parametrize("select", ["READ_HEADS", "READ_CHOSEN", "READ_RECURRING"])
 def test_a_connection_of_tinyq_hands_over_the_same_rows_as_a_cursor(path: str, select: str) -> None:
     statement, which = getattr(tinyq, select), ("default", tinyq.lane_of("default", "default", "send"), 50)

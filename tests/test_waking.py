@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from fleet import Fleet
@@ -106,6 +107,58 @@ def heard(q: TinyQ) -> "asyncio.Queue[int]":
 async def first(came: "asyncio.Queue[int]") -> int:
     async with asyncio.timeout(30):
         return await came.get()
+
+
+# what others write
+
+WRITTEN: dict[str, tuple[str, bool]] = {
+    "nothing of tinyq's": ("CREATE TABLE things (x)", False),
+    "a job that is due after the next look": ("UPDATE tinyq_jobs SET run_at = :now + 200000000", False),
+    "a job that is due before the next look": ("UPDATE tinyq_jobs SET run_at = :now + 50000000", True),
+    "a job that is due": ("UPDATE tinyq_jobs SET run_at = :now", True),
+    "a job that can be claimed": ("UPDATE tinyq_jobs SET ready = 1", True),
+    "a job that can be claimed alone": ("UPDATE tinyq_jobs SET ready = 3", True),
+    "the end of a job": ("DELETE FROM tinyq_jobs", False),
+    "a pause": ("INSERT INTO tinyq_paused VALUES ('default', 'mail')", True),
+    "a pause of another namespace's queue": ("INSERT INTO tinyq_paused VALUES ('other', 'mail')", False),
+    "a job of another namespace": ("UPDATE tinyq_jobs SET namespace = 'other', run_at = :now", False),
+}
+
+
+@pytest.mark.parametrize("what", WRITTEN)
+async def test_of_what_others_write_a_claim_hears_if_it_may_be_news(
+    open_real: Open, file: Path, only: Callable[..., None], what: str
+) -> None:
+    only()
+    q = await open_real()
+    await q.enqueue("later", durable=True, delay=100)
+    assert q._engine is not None and q._engine.pulse is not None
+    pulse, calls, now = q._engine.pulse, list[object](), time.time_ns() // 1000
+    await eventually(lambda: q._engine is not None and q._engine.crew.looks_at < tinyq.FOREVER)
+    loop, pulse._loop = pulse._loop, cast(Any, SimpleNamespace(call_soon_threadsafe=lambda call: calls.append(call)))
+    with closing(sqlite3.connect(file, isolation_level=None)) as listener:
+        for _ in range(2):
+            pulse._listen(listener, 0.0)
+        calls.clear()
+        statement, news = WRITTEN[what]
+        query(file, statement, *((now,) if ":now" in statement else ()))
+        for _ in range(3):
+            pulse._listen(listener, 0.0)
+    pulse._loop = loop
+    assert calls == [pulse._heard] * news
+
+
+async def test_while_a_claim_is_under_way_a_later_job_may_be_news(open_real: Open, file: Path, only: Callable[..., None]) -> None:
+    only()
+    q = await open_real()
+    await q.enqueue("later", durable=True, delay=100)
+    assert q._engine is not None and q._engine.pulse is not None
+    pulse, engine, calls = q._engine.pulse, q._engine, list[int]()
+    await eventually(lambda: engine.crew.looks_at < tinyq.FOREVER)
+    pulse._heard, pulse._version, engine.crew.looks_at = (lambda: calls.append(1)), None, tinyq.FOREVER
+    with closing(sqlite3.connect(file, isolation_level=None)) as listener:
+        pulse._listen(listener, 0.0)
+        await eventually(lambda: calls)
 
 
 # the list of workers
