@@ -6647,6 +6647,7 @@ class Tier(Record):
     wake: asyncio.Event
     claiming: bool = True
     waits_for_room: bool = False
+    reports: bool = False  # whether any job has told of its progress
     app: object = None  # what was given to `lifespan`
     middleware: Sequence[Middleware] = ()  # the first is outermost; grows while jobs run
     hungry: bool = False  # something due may have been left for lack of room: a slot that comes free is to wake it
@@ -6794,7 +6795,7 @@ def report_progress(job: Running, fraction: float, message: str | None = None) -
         if job.runner is not runner:
             return None
         if job.reporter is None:
-            job.reporter = Reporter(job, loop)
+            job.reporter, job.tier.reports = Reporter(job, loop), True
         return job.reporter.report(at_once=fraction == 1)
 
     if asyncio._get_running_loop() is loop:
@@ -7518,13 +7519,14 @@ async def call_handler(job: Running, threads: Threads, clock: Clock, ended: Call
             ended(job, found)
             return
         args, kwargs = found
-    if job.why == "shutdown":  # told so before it began
+    why = job.why  # it was told to stop between the claim and this line
+    if why == "shutdown":
         ended(job, Outcome("unstarted"))
         return
     _current.set(job)
     job.in_handler = True
     try:
-        if job.why is not None:  # told to stop between the claim and this line
+        if why is not None:
             raise asyncio.CancelledError
         error: BaseException | None = None
         handler, middleware = job.handler, job.tier.middleware
@@ -7720,9 +7722,11 @@ def done_with(
     row: JobRow, reason: str | None = None, result: str | None = None, until: int | None = None, keep: bool = False
 ) -> Settlement:
     """Done; without more, nothing of it is kept."""
+    before = row.claim_no > 1  # else there is no history
+    snoozes, interruptions, lost = (row.snoozes, row.interruptions, row.lost) if before else (0, 0, 0)
     return tuple.__new__(Settlement, (  # (without the detour of Settlement(...): one for each job)
-        row.seq, row.claim_no, IS_DONE, row.run_at, row.attempts, row.snoozes, row.interruptions, row.lost, None,
-        reason, None, None, result, until, keep, row.ran, row.singly and 0, False,
+        row.seq, row.claim_no, IS_DONE, row.run_at, row.attempts, snoozes, interruptions, lost, None,
+        reason, None, None, result, until, keep, row.ran, (row.singly and 0) if before else None, False,
     ))  # fmt: skip
 
 
@@ -7998,6 +8002,7 @@ class Crew:
         self._lease = lease
         self._ended: list[tuple[Running, Outcome, Settlement]] = []  # durable, to be written
         self._handed = 0  # slots that are kept for jobs on their way into the store
+        self._called = False  # the hungry tiers, for slots that came free, and none has come yet
         self._singly = False  # write them one by one: together it did not work
         self._fragile: set[object] = set()  # by tag, those on which a worker has died before and that have ended here
         self._next_deadline = math.inf
@@ -8015,7 +8020,7 @@ class Crew:
 
     async def claim(self, tier: Tier, now: int) -> float:
         """Take what is due and fits, and start it."""
-        tier.hungry = tier.claiming
+        tier.hungry, self._called = tier.claiming, False
         if tier.durable:
             self.looks_at = FOREVER
         if not tier.claiming:
@@ -8089,20 +8094,21 @@ class Crew:
                 await tier.store.confirm(careful, rows[0].lease or 0)
 
     async def _start_all(self, tier: Tier, rows: Sequence[JobRow], now: int) -> None:
-        back, calls, handles = [], dict[tuple[Any, ...], list[Running]](), tier.durable and bool(self.live)
+        back, calls = [], dict[tuple[Any, ...], list[Running]]()
+        kept = not tier.durable or bool(self.live)  # else no row has been here before
         ready: list[tuple[JobRow, Handler, Settings]] = []
         for row in rows:
             if (row.id if tier.durable else row) in self.running:  # it lost its lease here, and its thread has not ended yet
                 back.append(decide(row, Outcome("unstarted", delay=1.0), Settings(), now))
                 continue
-            if handles:
+            if kept and tier.durable:
                 row = self.known(row)
-            handler = row.handler or self.handlers.get(row.task)
+            handler = (kept and row.handler) or self.handlers.get(row.task)
             if handler is None:  # two lanes with one number
                 back.append(decide(row, Outcome("unstarted", delay=1.0), Settings(), now))
                 continue
             try:
-                settings = row.settings or self._settings_of(row, handler)
+                settings = (kept and row.settings) or self._settings_of(row, handler)
             except Undecodable as error:
                 self.start(tier, row, handler, Settings(), Outcome("undecodable", reason=str(error)))
                 continue
@@ -8240,8 +8246,8 @@ class Crew:
             call.left -= 1
         if call is None or call.left == 0:  # the slot of a call comes free with the last of its jobs
             self._slots.give(call or job)
-            if self.tiers[0].hungry or self.tiers[-1].hungry:
-                self._wake_hungry()
+            if not self._called and (self.tiers[0].hungry or self.tiers[-1].hungry):
+                self._call_hungry()
             if job.settings.gated:
                 for tier in self.tiers:
                     if tier.limited:
@@ -8270,8 +8276,9 @@ class Crew:
             log.exception("%s: a defect in tinyq; the job runs again when its lease ends", label(job))
             self.running.pop(job.tag, None)
 
-    def _wake_hungry(self) -> None:
-        """A slot came free. In turns, so that neither tier takes every one."""
+    def _call_hungry(self) -> None:
+        """Slots come free, of which the next claim finds all. In turns, so that neither tier takes every one."""
+        self._called = True
         self.tiers.reverse()
         for tier in self.tiers:
             if tier.hungry:
@@ -8310,7 +8317,9 @@ class Crew:
         if not batch:
             return math.inf
         try:
-            if last_words := [words for job, _, change in batch if job.reporter and (words := job.reporter.close(change.keep))]:
+            if tier.reports and (last_words := [
+                words for job, _, change in batch if job.reporter and (words := job.reporter.close(change.keep))
+            ]):  # fmt: skip
                 await tier.store.progress(last_words)
             began = self._clock.monotonic()
             states = await tier.store.settle([change for _, _, change in batch], now)
@@ -8324,6 +8333,9 @@ class Crew:
         handles = bool(self.live)
         for job, outcome, change in batch:
             state = states.get(change.seq)
+            if outcome is DONE and state is IS_DONE and not handles and not change.keep:  # nobody here is going to ask for it
+                del self.running[job.id]
+                continue
             try:
                 if outcome is DONE and job.recurrence and state is not None:
                     self._moved_on(job, state, handles, now)
@@ -8332,6 +8344,8 @@ class Crew:
             except Exception:
                 log.exception("%s: a defect in tinyq, after its outcome was written", label(job))
                 self.running.pop(job.tag, None)
+        if not self.running:
+            self.idle.set()
         self._singly = self._singly and bool(self._ended)
         tier.wake.set()
         return 0.0 if self._ended else math.inf
@@ -11907,7 +11921,7 @@ class TinyQ:
     async def wake(self) -> None:
         """Look for due jobs now, here and in the other processes of this database and namespace, whether or not there are any.
 
-        Never needed for what tinyq enqueues; rows that something else inserts are found within about 0.1 s without it.
+        Never needed for what tinyq enqueues; rows that something else inserts are found within about 0.13 s without it.
         Raises NotStarted, ShuttingDown, StoreError.
         """
         await self._running().wake()
