@@ -5923,7 +5923,7 @@ class SQLiteStore:
         self._carrier: Op | None = None  # the one among them that takes riders
         self._unit: Sequence[Op] = ()
         self._due: int | None = None
-        self.on_added: Callable[[], object] = bool  # called in the loop when riders have been answered
+        self.on_add: Callable[[], object] = bool  # called in the loop: a claim that follows at once goes into the same unit
         self.on_due: Callable[[sqlite3.Connection, int], None] | None = None  # called in the owner's thread after a commit
         self._latest = math.inf
         self._flushing: asyncio.Task[None] | None = None
@@ -6062,6 +6062,7 @@ class SQLiteStore:
         """Insert a new row. What insert does, for one row among many from as many callers, at a third of the cost."""
         carrier = self._carrier
         if carrier is None or len(carrier.riders) >= GROUP:
+            self.on_add()
             self._submit(None, now=now)
             self._carrier = carrier = self._waiting[-1]
             carrier.carries = True
@@ -6252,7 +6253,7 @@ class SQLiteStore:
 
     def _answer(self, ops: Sequence[Op], failure: BaseException | None = None) -> None:
         again: list[Op] = []
-        for op in ops:
+        for op in sorted(ops, key=lambda op: op.carries):  # first who claims, and has work to begin with
             error = op.error or failure
             if op.then is not None and (error or op.finished or op.future.done()):
                 op.then(None if error else op.answer)
@@ -6272,7 +6273,8 @@ class SQLiteStore:
                 for _, rider in op.riders:
                     if not rider.done():
                         rider.set_result(None)
-                self.on_added()
+                if not any(op.look is not None and op.light for op in ops):
+                    self.on_add()  # no claim has gone along
             else:
                 op.future.set_result(op.answer)
         self._waiting = again + self._waiting
@@ -9733,7 +9735,7 @@ class Engine(Inquiries):
                 serves=self.config.serves,
                 terms=self.terms,
             )
-            self.durable_store.on_added = self.durable.wake.set
+            self.durable_store.on_add = self.durable.wake.set
             self.crew.tiers.append(self.durable)
             self._begin_pulse(self.durable_store)
         for handler in self.handlers.values():

@@ -1563,3 +1563,30 @@ os.write(1, "".join(id.hex() + "\\n" for id in drawn[10:]).encode())
     ids = ended.stdout.split()
     assert len(ids) == 5 * 600
     assert len(set(ids)) == len(ids)
+
+
+async def test_a_burst_of_new_jobs_is_claimed_in_the_unit_that_stores_it(
+    open_file: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    units: list[tuple[int, int]] = []
+    original = tinyq.in_transaction
+
+    def in_transaction(db: sqlite3.Connection, namespace: str, ops: Any, deadline: float) -> list[Any]:
+        answers = original(db, namespace, ops, deadline)
+        taken = sum(len(answer.rows) for answer in answers if isinstance(answer, tinyq.Claimed))
+        units.append((sum(len(op.rows) for op in ops), taken))
+        return answers
+
+    q = await open_file(concurrency=5, clock=SystemClock())
+    gate = asyncio.Event()
+
+    @q.task(durable=True, max_running=3)
+    async def waits(number: int) -> None:
+        await gate.wait()
+
+    await unhurried(q)
+    monkeypatch.setattr(tinyq, "in_transaction", in_transaction)
+    await asyncio.gather(*(waits.enqueue(number) for number in range(20)))
+    await eventually(lambda: len(engine_of(q).crew.running) == 3)
+    assert units[0] == (20, 3)
+    gate.set()
