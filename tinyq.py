@@ -7851,6 +7851,7 @@ class Slots:
         self.threads = threads
         self.fragile = 1
         self.lent = False  # to a claim that is under way
+        self.called = False  # hungry tiers, for slots that came free, and none of them has come yet
         self.busy: dict[tuple[str, str], int] = {}  # see Room
 
     def room(self, tier: Tier) -> Room:
@@ -8004,7 +8005,6 @@ class Crew:
         self._lease = lease
         self._ended: list[tuple[Running, Outcome, Settlement]] = []  # durable, to be written
         self._handed = 0  # slots that are kept for jobs on their way into the store
-        self._called = False  # the hungry tiers, for slots that came free, and none has come yet
         self._singly = False  # write them one by one: together it did not work
         self._fragile: set[object] = set()  # by tag, those on which a worker has died before and that have ended here
         self._next_deadline = math.inf
@@ -8022,7 +8022,7 @@ class Crew:
 
     async def claim(self, tier: Tier, now: int) -> float:
         """Take what is due and fits, and start it."""
-        tier.hungry, self._called = tier.claiming, False
+        tier.hungry, self._slots.called = tier.claiming, False
         if tier.durable:
             self.looks_at = FOREVER
         if not tier.claiming:
@@ -8248,7 +8248,7 @@ class Crew:
             call.left -= 1
         if call is None or call.left == 0:  # the slot of a call comes free with the last of its jobs
             self._slots.give(call or job)
-            if not self._called and (self.tiers[0].hungry or self.tiers[-1].hungry):
+            if not self._slots.called and (self.tiers[0].hungry or self.tiers[-1].hungry):
                 self._call_hungry()
             if job.settings.gated:
                 for tier in self.tiers:
@@ -8280,7 +8280,7 @@ class Crew:
 
     def _call_hungry(self) -> None:
         """Slots come free, of which the next claim finds all. In turns, so that neither tier takes every one."""
-        self._called = True
+        self._slots.called = True
         self.tiers.reverse()
         for tier in self.tiers:
             if tier.hungry:
