@@ -113,15 +113,15 @@ async def first(came: "asyncio.Queue[int]") -> int:
 
 WRITTEN: dict[str, tuple[str, bool]] = {
     "nothing of tinyq's": ("CREATE TABLE things (x)", False),
-    "a job that is due after the next look": ("UPDATE tinyq_jobs SET run_at = :now + 200000000", False),
-    "a job that is due before the next look": ("UPDATE tinyq_jobs SET run_at = :now + 50000000", True),
-    "a job that is due": ("UPDATE tinyq_jobs SET run_at = :now", True),
+    "a job that is due after the next look": ("UPDATE tinyq_jobs SET run_at = ? + 200000000", False),
+    "a job that is due before the next look": ("UPDATE tinyq_jobs SET run_at = ? + 50000000", True),
+    "a job that is due": ("UPDATE tinyq_jobs SET run_at = ?", True),
     "a job that can be claimed": ("UPDATE tinyq_jobs SET ready = 1", True),
     "a job that can be claimed alone": ("UPDATE tinyq_jobs SET ready = 3", True),
     "the end of a job": ("DELETE FROM tinyq_jobs", False),
     "a pause": ("INSERT INTO tinyq_paused VALUES ('default', 'mail')", True),
     "a pause of another namespace's queue": ("INSERT INTO tinyq_paused VALUES ('other', 'mail')", False),
-    "a job of another namespace": ("UPDATE tinyq_jobs SET namespace = 'other', run_at = :now", False),
+    "a job of another namespace": ("UPDATE tinyq_jobs SET namespace = 'other', run_at = ?", False),
 }
 
 
@@ -136,15 +136,17 @@ async def test_of_what_others_write_a_claim_hears_if_it_may_be_news(
     pulse, calls, now = q._engine.pulse, list[object](), time.time_ns() // 1000
     await eventually(lambda: q._engine is not None and q._engine.crew.looks_at < tinyq.FOREVER)
     loop, pulse._loop = pulse._loop, cast(Any, SimpleNamespace(call_soon_threadsafe=lambda call: calls.append(call)))
-    with closing(sqlite3.connect(file, isolation_level=None)) as listener:
-        for _ in range(2):
-            pulse._listen(listener, 0.0)
-        calls.clear()
-        statement, news = WRITTEN[what]
-        query(file, statement, *((now,) if ":now" in statement else ()))
-        for _ in range(3):
-            pulse._listen(listener, 0.0)
-    pulse._loop = loop
+    try:
+        with closing(sqlite3.connect(file, isolation_level=None)) as listener:
+            for _ in range(2):
+                pulse._listen(listener, 0.0)
+            calls.clear()
+            statement, news = WRITTEN[what]
+            query(file, statement, *[now] * statement.count("?"))
+            for _ in range(3):
+                pulse._listen(listener, 0.0)
+    finally:
+        pulse._loop = loop
     assert calls == [pulse._heard] * news
 
 
