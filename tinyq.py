@@ -4359,7 +4359,8 @@ DUE_SPAN: Final = (  # how many, since when, whether all have one priority, and 
     "ORDER BY run_at, priority DESC LIMIT ?)) AS come"
 )
 DUE_ALIKE: Final = (  # whether those are of one lane, and nothing about any of them concerns the claim
-    "SELECT min(lane) = max(lane) AND max(lost > 0 OR limit_value IS NOT NULL OR singly IS NOT NULL) = 0 FROM ("
+    "SELECT min(lane) = max(lane) AND min(lane) <> 0 "
+    "AND max(lost > 0 OR limit_value IS NOT NULL OR singly IS NOT NULL) = 0 FROM ("
     "SELECT lane, lost, limit_value, singly FROM tinyq_jobs WHERE ready = 0 AND namespace = ? AND run_at <= ? "
     "ORDER BY run_at, priority DESC LIMIT ?)"
 )
@@ -5923,7 +5924,7 @@ class SQLiteStore:
         self._carrier: Op | None = None  # the one among them that takes riders
         self._unit: Sequence[Op] = ()
         self._due: int | None = None
-        self.on_add: Callable[[], object] = bool  # called in the loop: a claim that follows at once goes into the same unit
+        self.on_added: Callable[[], object] = bool  # called in the loop when riders have been answered
         self.on_due: Callable[[sqlite3.Connection, int], None] | None = None  # called in the owner's thread after a commit
         self._latest = math.inf
         self._flushing: asyncio.Task[None] | None = None
@@ -6062,7 +6063,6 @@ class SQLiteStore:
         """Insert a new row. What insert does, for one row among many from as many callers, at a third of the cost."""
         carrier = self._carrier
         if carrier is None or len(carrier.riders) >= GROUP:
-            self.on_add()
             self._submit(None, now=now)
             self._carrier = carrier = self._waiting[-1]
             carrier.carries = True
@@ -6253,7 +6253,7 @@ class SQLiteStore:
 
     def _answer(self, ops: Sequence[Op], failure: BaseException | None = None) -> None:
         again: list[Op] = []
-        for op in sorted(ops, key=lambda op: op.carries):  # first who claims, and has work to begin with
+        for op in ops:
             error = op.error or failure
             if op.then is not None and (error or op.finished or op.future.done()):
                 op.then(None if error else op.answer)
@@ -6273,8 +6273,7 @@ class SQLiteStore:
                 for _, rider in op.riders:
                     if not rider.done():
                         rider.set_result(None)
-                if not any(op.look is not None and op.light for op in ops):
-                    self.on_add()  # no claim has gone along
+                self.on_added()
             else:
                 op.future.set_result(op.answer)
         self._waiting = again + self._waiting
@@ -6514,12 +6513,11 @@ class Pulse:
         """Whether anybody else wrote since the last time, if only the owner, and whether that may be news for a claim."""
         [version] = db.execute("PRAGMA data_version").fetchone()
         if version != self._version:
-            self._version = version
             next_at, first, first_fragile, paused = edges(db, self._config.namespace)
             sooner = next_at is not None and next_at < self._looks_at()
             if sooner or first is not None or first_fragile is not None or paused != self._paused or self._listening():
                 self._loop.call_soon_threadsafe(self._heard)
-            self._paused = paused
+            self._version, self._paused = version, paused
 
     def _renew(self, db: sqlite3.Connection, moment: float) -> None:
         """What the owner has not renewed by a third of the lease; and that this process is there."""
@@ -7395,18 +7393,21 @@ def prepare_call(job: Running, clock: Clock) -> Outcome | Arguments:
 SHORT: Final = 2_000  # characters of payloads that are decoded together
 
 
-def decode_together(jobs: Sequence[tuple[JobRow, Handler, Settings]]) -> None:
-    """Give stored jobs their arguments, all at once, which takes a fraction of the time. Where anything is out of the ordinary
-    prepare_call does it, and tells what is wrong with which."""
-    payloads = [row.payload or "" for row, _, _ in jobs]
+def decode_together(rows: Sequence[JobRow], handlers: Mapping[str, Handler]) -> None:
+    """Give rows that a claim has just read their arguments, all at once, which takes a fraction of the time. Where anything is
+    out of the ordinary prepare_call does it, and tells what is wrong with which."""
+    plain = [row for row in rows if type(row) is ClaimedRow]
+    payloads = [row.payload or "" for row in plain]
     if max(map(len, payloads), default=SHORT) >= SHORT:
         return
+    between = os.urandom(8).hex()  # no payload knows it, and so no two that are spoilt make up for each other
     try:
-        calls = decode_json(f"[{','.join(payloads)}]", strict=True)
-        if len(calls) != len(jobs):
+        calls = decode_json("[" + f',"{between}",'.join(payloads) + "]", strict=True)
+        if len(calls) != 2 * len(plain) - 1 or calls[1::2].count(between) != len(plain) - 1:
             return
-        for (row, handler, _), (args, kwargs) in zip(jobs, calls, strict=True):
-            if handler.codecs is None and type(args) is list and kwargs == {} and row.payload_version == PAYLOAD_VERSION:
+        for row, (args, kwargs) in zip(plain, calls[::2], strict=True):
+            handler = handlers.get(row.task)
+            if handler is not None and handler.codecs is None and type(args) is list and kwargs == {}:
                 row.args = args if handler.fewest <= len(args) <= handler.most else None
     except (ValueError, TypeError, RecursionError):
         return
@@ -7515,7 +7516,7 @@ def add_headers(row: JobRow, hooks: Sequence[EnqueueHook]) -> None:
 async def call_handler(job: Running, threads: Threads, clock: Clock, ended: Callable[[Running, Outcome], None]) -> None:
     """The whole task of one job: run its handler, and hand over what came of it. Raises nothing but a real Ctrl-C."""
     args, kwargs = job.args, job.kwargs
-    if args is None or job.recurrence or job.expires is not None or job.lost or job.refused is not None:
+    if args is None or job.recurrence or job.expires is not None or job.refused is not None:
         found = prepare_call(job, clock)
         if isinstance(found, Outcome):
             ended(job, found)
@@ -7813,7 +7814,7 @@ async def drive(
 ) -> None:
     """Run a step until all is stopped. Errors back off up to `longest` seconds, and are logged once an incident; while it
     lasts, the last of them stands in `incidents`."""
-    failures, told, since = 0, False, 0.0
+    failures, told, since, busy = 0, False, 0.0, False
     incidents = {} if incidents is None else incidents
     while not stopped.is_set():
         wake.clear()
@@ -7824,12 +7825,12 @@ async def drive(
             if told:
                 log.info("%s: working again", name)
                 incidents.pop(name, None)
-            failures, told = 0, False
+            failures, told, busy = 0, False, False
         except Exception as error:
-            failures += 1
+            failures, busy = failures + 1, isinstance(error, StoreBusy)
             seconds = min(longest, 0.05 * 2.0 ** min(failures, 20))
-            if isinstance(error, StoreBusy) and failures <= 20:
-                seconds = 0.0  # it has waited by itself
+            if busy:  # it has waited by itself
+                seconds = 0.0 if failures <= 20 else min(longest, BRIEF)
             since = began if failures == 1 else since
             lasting = failures > 2 and clock.monotonic() - since >= BRIEF
             if not told and (lasting or not isinstance(error, StoreBusy)):  # a lock that is held for a moment is no incident
@@ -7839,7 +7840,7 @@ async def drive(
             if told:
                 incidents[name] = error_text(error)
         if not stopped.is_set():
-            await clock.wait(stopped if failures else wake, seconds)
+            await clock.wait(stopped if failures and not busy else wake, seconds)
 
 
 class Slots:
@@ -8098,6 +8099,8 @@ class Crew:
     async def _start_all(self, tier: Tier, rows: Sequence[JobRow], now: int) -> None:
         back, calls = [], dict[tuple[Any, ...], list[Running]]()
         kept = not tier.durable or bool(self.live)  # else no row has been here before
+        if tier.durable:
+            decode_together(rows, self.handlers)
         ready: list[tuple[JobRow, Handler, Settings]] = []
         for row in rows:
             if (row.id if tier.durable else row) in self.running:  # it lost its lease here, and its thread has not ended yet
@@ -8115,8 +8118,6 @@ class Crew:
                 self.start(tier, row, handler, Settings(), Outcome("undecodable", reason=str(error)))
                 continue
             ready.append((row, handler, settings))
-        if tier.durable:
-            decode_together(ready)
         for row, handler, settings in ready:
             if handler.batch:
                 calls.setdefault(
@@ -8335,8 +8336,8 @@ class Crew:
         handles = bool(self.live)
         for job, outcome, change in batch:
             state = states.get(change.seq)
-            if outcome is DONE and state is IS_DONE and not handles and not change.keep:  # nobody here is going to ask for it
-                del self.running[job.id]
+            if outcome is DONE and state is IS_DONE and not (handles or change.keep or change.ran):  # nobody here asks for it
+                self.running.pop(job.id, None)
                 continue
             try:
                 if outcome is DONE and job.recurrence and state is not None:
@@ -9735,7 +9736,7 @@ class Engine(Inquiries):
                 serves=self.config.serves,
                 terms=self.terms,
             )
-            self.durable_store.on_add = self.durable.wake.set
+            self.durable_store.on_added = self.durable.wake.set
             self.crew.tiers.append(self.durable)
             self._begin_pulse(self.durable_store)
         for handler in self.handlers.values():
@@ -9914,6 +9915,7 @@ class Engine(Inquiries):
         try:
             for tier in (self.memory, *([self.durable] if self.durable else ())):
                 more |= await self._claim(tier, now) <= 0
+            self.crew.looks_at = FOREVER  # of this the claim loop, which may sleep for longer, has not been told
         except StoreBusy:
             return True
         firing = any(scheduler.is_busy(now) for scheduler in self.schedulers.values())

@@ -1,6 +1,7 @@
 """The engine over both stores: slots and order, room, time, keys, handles, what is kept, several processes, logs, trouble."""
 
 import asyncio
+import itertools
 import logging
 import math
 import sqlite3
@@ -1466,3 +1467,37 @@ async def test_a_loop_says_an_incident_once_whatever_kind_of_error_it_begins_wit
         loop.cancel()
         assert errors == []
         assert [record.levelno for record in caplog.records] == [logging.ERROR, logging.INFO]
+
+
+async def test_a_loop_that_a_lock_has_held_up_for_long_goes_on_when_it_is_woken(clock: FakeClock) -> None:
+    wake, busy, rounds = asyncio.Event(), [tinyq.StoreBusy("locked")] * 30, list[int]()
+
+    async def step(now: int) -> float:
+        rounds.append(now)
+        if busy:
+            raise busy.pop()
+        return math.inf
+
+    loop = asyncio.create_task(tinyq.drive("claims", step, wake, clock, asyncio.Event()))
+    await eventually(lambda: len(rounds) == 21)
+    assert len(set(rounds)) == 1
+    busy.clear()
+    wake.set()
+    await eventually(lambda: len(rounds) == 22)
+    loop.cancel()
+    assert len(set(rounds)) == 1
+
+
+async def test_a_loop_that_a_lock_holds_up_tries_again_within_a_second(clock: FakeClock) -> None:
+    busy, rounds = [tinyq.StoreBusy("locked")] * 25, list[int]()
+
+    async def step(now: int) -> float:
+        rounds.append(now)
+        if busy:
+            raise busy.pop()
+        return math.inf
+
+    loop = asyncio.create_task(tinyq.drive("claims", step, asyncio.Event(), clock, asyncio.Event()))
+    await eventually(lambda: len(rounds) == 26, clock)
+    loop.cancel()
+    assert max(after - before for before, after in itertools.pairwise(rounds)) <= 1_000_000

@@ -1405,6 +1405,73 @@ async def test_a_payload_that_is_none_leaves_those_that_are_claimed_with_it_thei
     assert state == "dead" and reason.startswith("undecodable")
 
 
+async def test_payloads_that_are_calls_only_together_are_none(open_file: Open, file: Path) -> None:
+    async with TinyQ(str(file), worker=False) as before:
+        await before.enqueue_many([("runs", (number,)) for number in range(4)], durable=True)
+    query(file, "UPDATE tinyq_jobs SET payload = ? WHERE seq = 2", '[[7],{}],[["')
+    query(file, "UPDATE tinyq_jobs SET payload = ? WHERE seq = 3", '"],{}]')
+    ran: list[object] = []
+    q = await open_file()
+
+    @q.task(name="runs")
+    async def runs(number: object) -> None:
+        ran.append(number)
+
+    await eventually(lambda: len(ran) == 2 and not engine_of(q).crew.running)
+    assert ran == [0, 3]
+    assert query(file, "SELECT state, count(*) FROM tinyq_jobs GROUP BY 1") == [("dead", 2)]
+
+
+async def test_a_job_that_is_replaced_while_it_waits_for_its_retry_has_none_of_its_old_keywords(
+    open_file: Open, clock: FakeClock
+) -> None:
+    q, calls = await open_file(), list[tuple[int, int]]()
+
+    @q.task(name="runs", durable=True, key="k", on_conflict="replace", retry=[60])
+    async def runs(number: int, more: int = 0) -> None:
+        calls.append((number, more))
+        if number == 1:
+            raise ValueError("once")
+
+    job = await runs.enqueue(1, more=7)
+    await eventually(lambda: calls == [(1, 7)] and job.status is State.PENDING)
+    assert (await runs.enqueue(2)).id == job.id
+    await eventually(lambda: len(calls) == 2, clock)
+    assert calls == [(1, 7), (2, 0)]
+
+
+async def test_jobs_on_which_a_worker_has_died_are_called_together_while_each_has_attempts_left(
+    open_file: Open, file: Path
+) -> None:
+    calls: list[list[str]] = []
+
+    def many(q: TinyQ) -> Any:
+        @q.batch(10, durable=True, name="many")
+        async def many(items: list[str]) -> None:
+            calls.append(items)
+
+        return many
+
+    async with TinyQ(str(file), worker=False) as before:
+        task = many(before)
+        await task.options(retry=tinyq.Retry(max_attempts=3), timeout=10).enqueue("a")
+        await task.options(retry=tinyq.Retry(max_attempts=2), timeout=100).enqueue("b")
+    query(file, "UPDATE tinyq_jobs SET lost = 1, ready = 3, claim_no = 2, attempts = iif(payload LIKE '%a%', 2, 0)")
+    q = await open_file()
+    many(q)
+    await eventually(lambda: query(file, "SELECT * FROM tinyq_jobs") == [])
+    assert calls == [["a", "b"]]
+
+
+async def test_a_claim_that_the_loop_is_not_told_of_leaves_others_to_wake_it(open_file: Open) -> None:
+    q = await open_file(clock=SystemClock())
+    await q.enqueue("later", durable=True, delay=100)
+    engine = engine_of(q)
+    await eventually(lambda: engine.crew.looks_at < tinyq.FOREVER)
+    await engine._start_due()
+    assert engine.crew.looks_at == tinyq.FOREVER
+
+
 async def test_outcomes_of_jobs_that_end_together_are_written_together(open_file: Open, file: Path, settled: list[int]) -> None:
     q = await open_file(concurrency=200)
     gate = asyncio.Event()
@@ -1563,30 +1630,3 @@ os.write(1, "".join(id.hex() + "\\n" for id in drawn[10:]).encode())
     ids = ended.stdout.split()
     assert len(ids) == 5 * 600
     assert len(set(ids)) == len(ids)
-
-
-async def test_a_burst_of_new_jobs_is_claimed_in_the_unit_that_stores_it(
-    open_file: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    units: list[tuple[int, int]] = []
-    original = tinyq.in_transaction
-
-    def in_transaction(db: sqlite3.Connection, namespace: str, ops: Any, deadline: float) -> list[Any]:
-        answers = original(db, namespace, ops, deadline)
-        taken = sum(len(answer.rows) for answer in answers if isinstance(answer, tinyq.Claimed))
-        units.append((sum(len(op.rows) for op in ops), taken))
-        return answers
-
-    q = await open_file(concurrency=5, clock=SystemClock())
-    gate = asyncio.Event()
-
-    @q.task(durable=True, max_running=3)
-    async def waits(number: int) -> None:
-        await gate.wait()
-
-    await unhurried(q)
-    monkeypatch.setattr(tinyq, "in_transaction", in_transaction)
-    await asyncio.gather(*(waits.enqueue(number) for number in range(20)))
-    await eventually(lambda: len(engine_of(q).crew.running) == 3)
-    assert units[0] == (20, 3)
-    gate.set()

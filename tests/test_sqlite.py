@@ -1183,6 +1183,7 @@ GATHERING: dict[str, tuple[list[dict[str, Any]], int]] = {  # what is due beside
     "one that was lost before": ([{"lost": 1}], 1),
     "one that goes alone": ([{"singly": 1, "priority": 1}], 1),
     "one that has waited": ([{"run_at": NOW - 50_000}], 5),
+    "another task, all without a lane": ([{"task": "send"}], 1),
 }
 
 
@@ -1200,6 +1201,8 @@ def test_items_that_wait_for_others_to_go_with_are_not_read_until_then(path: str
             "UPDATE tinyq_jobs SET lost = ?, singly = ?, ready = 0, lane = ? WHERE id = ?",
             [(row.lost, row.singly, tinyq.lane_of("default", row.queue, row.task, None, row.singly), row.id) for row in rows],
         )
+        if "without a lane" in others:
+            db.execute("UPDATE tinyq_jobs SET lane = 0")
         statements = list[str]()
         db.set_trace_callback(statements.append)
         claimed = tinyq.claim_rows(db, "default", room, "w1", LEASE, NOW + 10)

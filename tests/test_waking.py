@@ -150,6 +150,28 @@ async def test_of_what_others_write_a_claim_hears_if_it_may_be_news(
     assert calls == [pulse._heard] * news
 
 
+async def test_news_that_could_not_be_read_is_read_the_next_time(
+    open_real: Open, file: Path, only: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only()
+    q = await open_real()
+    assert q._engine is not None and q._engine.pulse is not None
+    pulse, calls, edges = q._engine.pulse, list[int](), tinyq.edges
+    pulse._heard, pulse._version = (lambda: calls.append(1)), None
+
+    def busy(*given: Any) -> Any:
+        raise sqlite3.OperationalError("database is locked")
+
+    insert_by_hand(file, "unknown", 7)
+    with closing(sqlite3.connect(file, isolation_level=None)) as listener:
+        monkeypatch.setattr(tinyq, "edges", busy)
+        with pytest.raises(sqlite3.OperationalError):
+            pulse._listen(listener, 0.0)
+        monkeypatch.setattr(tinyq, "edges", edges)
+        pulse._listen(listener, 0.0)
+        await eventually(lambda: calls)
+
+
 async def test_while_a_claim_is_under_way_a_later_job_may_be_news(open_real: Open, file: Path, only: Callable[..., None]) -> None:
     only()
     q = await open_real()
