@@ -8101,7 +8101,6 @@ class Crew:
         kept = not tier.durable or bool(self.live)  # else no row has been here before
         if tier.durable:
             decode_together(rows, self.handlers)
-        ready: list[tuple[JobRow, Handler, Settings]] = []
         for row in rows:
             if (row.id if tier.durable else row) in self.running:  # it lost its lease here, and its thread has not ended yet
                 back.append(decide(row, Outcome("unstarted", delay=1.0), Settings(), now))
@@ -8117,8 +8116,6 @@ class Crew:
             except Undecodable as error:
                 self.start(tier, row, handler, Settings(), Outcome("undecodable", reason=str(error)))
                 continue
-            ready.append((row, handler, settings))
-        for row, handler, settings in ready:
             if handler.batch:
                 calls.setdefault(
                     (handler.name, row.queue, row.limit_value, bool(row.lost), runs_alone(row) and row.seq), []
