@@ -4352,6 +4352,7 @@ READ_RECURRING: Final = (  # the same where many recur
 DUE_NOW: Final = READ_RECURRING.replace(
     f"{RECURRING_HAS}, ", f"{RECURRING_HAS}, lane, singly IS NOT NULL, lost > 0 OR limit_value IS NOT NULL, "
 ).replace(AMONG, "ready = 0 AND run_at <= ? AND seq % ? = ? ORDER BY run_at, priority DESC LIMIT ?")
+COLUMNS_OF: Final = {READ_CHOSEN: 9, READ_HEADS: 9, READ_RECURRING: 13, DUE_NOW: 16}  # how many; see rows_of
 DUE_SPAN: Final = (  # how many, since when, whether all have one priority, and the task of one of the first
     "SELECT jobs, since, alike, (SELECT task FROM tinyq_jobs WHERE seq = come.first) FROM ("
     "SELECT count(*) AS jobs, min(run_at) AS since, min(priority) = max(priority) AS alike, min(seq) AS first FROM ("
@@ -4488,20 +4489,20 @@ STATES: Final = {str(state): state for state in State}
 
 
 @functools.cache
-def handing_over(select: str, width: int) -> str:
-    names = ", ".join(f"c{number}" for number in range(width))
+def handing_over(select: str) -> str:
+    names = ", ".join(f"c{number}" for number in range(COLUMNS_OF[select]))
     return f"WITH found({names}) AS ({select}) SELECT count(tinyq_row({names})) FROM found"
 
 
-def rows_of(db: sqlite3.Connection, select: str, width: int, parameters: Sequence[Any]) -> Sequence[tuple[Any, ...]]:
-    """The rows of a SELECT of so many columns. A cursor lets the GIL go and takes it again for each column of each row, while a
+def rows_of(db: sqlite3.Connection, select: str, parameters: Sequence[Any]) -> Sequence[tuple[Any, ...]]:
+    """The rows of one of COLUMNS_OF. A cursor lets the GIL go and takes it again for each column of each row, while a
     function that the statement calls is given whole rows."""
     import sqlite3
 
     handed: list[tuple[Any, ...]] | None = getattr(db, "handed", None)
     if handed is not None and db.text_factory is str:
         try:
-            db.execute(handing_over(select, width), parameters).fetchone()
+            db.execute(handing_over(select), parameters).fetchone()
             return handed.copy()
         except sqlite3.OperationalError as error:
             if "user-defined function" not in str(error):
@@ -4894,7 +4895,7 @@ def of_one_lane(
     elif lane.due is not None:
         found, full = plain_heads(db, room, lane)
     else:
-        read = rows_of(db, READ_HEADS, 9, (namespace, lane.number, lane.slots))
+        read = rows_of(db, READ_HEADS, (namespace, lane.number, lane.slots))
         found, full = [(row[4], row[5], row[0]) for row in read], len(read) == lane.slots
     most = share.of(db, namespace, len(found), found[0][1] + window) if share is not None and found else len(found)
     wait = soonest(ripe_at, now + FRESH_FOR if most < len(found) else None)
@@ -5007,7 +5008,7 @@ def just_due(db: sqlite3.Connection, namespace: str, room: Room, share: Share, f
             return Claimed((), soonest(ripe_at, upcoming), True, room.paused, frozenset(terms.names[:1]))
     since += min(terms.window, LONG_WINDOW) if terms is not None else 0
     parts, part = share.part(db, namespace, count, since) if alike else (1, 0)
-    rows = rows_of(db, DUE_NOW, 16, (namespace, share.now, parts, part, room.comes_due))
+    rows = rows_of(db, DUE_NOW, (namespace, share.now, parts, part, room.comes_due))
     jobs: dict[int, list[Any]] = {}  # by lane
     for row in rows:
         jobs.setdefault(row[12], []).append(row)
@@ -5053,8 +5054,8 @@ def take(db: sqlite3.Connection, namespace: str, choice: Choice, worker: str, le
         return []
     rows: dict[int, JobRow] = {}
     recurring, special = list[int](), list[int]()
-    read = (READ_RECURRING, 13) if choice.recurring else (READ_CHOSEN, 9)
-    for values in choice.read or rows_of(db, *read, (namespace, encode_json(choice.seqs))):
+    read = READ_RECURRING if choice.recurring else READ_CHOSEN
+    for values in choice.read or rows_of(db, read, (namespace, encode_json(choice.seqs))):
         row: JobRow = object.__new__(ClaimedRow)  # (an update of its `vars` would give each a dictionary of its own)
         rows[values[0]] = row
         row.seq, row.id, row.task, row.queue, row.priority, row.run_at, row.created, row.payload = values[:8]
@@ -5622,8 +5623,8 @@ def warm_up(db: sqlite3.Connection, namespace: str) -> None:
     for change in (*NEW, *HANDED, CLAIM, DONE_WITH):
         db.executemany(change, ())
     edges(db, namespace)
-    rows_of(db, READ_HEADS, 9, (namespace, 0, 0))
-    rows_of(db, READ_CHOSEN, 9, (namespace, "[]"))
+    rows_of(db, READ_HEADS, (namespace, 0, 0))
+    rows_of(db, READ_CHOSEN, (namespace, "[]"))
     db.execute(GROUPS, lane_range(namespace)).fetchall()
     db.execute(LANE_HEADS, (0, 0)).fetchall()
 
@@ -7833,7 +7834,7 @@ async def drive(
                 seconds = 0.0 if failures <= 20 else min(longest, BRIEF)
             since = began if failures == 1 else since
             lasting = failures > 2 and clock.monotonic() - since >= BRIEF
-            if not told and (lasting or not isinstance(error, StoreBusy)):  # a lock that is held for a moment is no incident
+            if not told and (lasting or not busy):  # a lock that is held for a moment is no incident
                 told = True
                 known = isinstance(error, StoreError)
                 log.error("%s failed and will be tried again: %s", name, error_text(error), exc_info=None if known else error)

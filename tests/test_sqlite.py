@@ -1231,8 +1231,8 @@ def test_a_connection_of_tinyq_hands_over_the_same_rows_as_a_cursor(path: str, s
         plain = db.execute(statement, given).fetchall()
         assert [row[7] for row in plain] == [row.payload for row in (rows[::-1] if select == "READ_HEADS" else rows)]
         for _ in range(2):
-            assert tinyq.rows_of(db, statement, len(plain[0]), given) == plain
-        assert tinyq.rows_of(db, statement, len(plain[0]), ("nobody", *given[1:])) == []
+            assert tinyq.rows_of(db, statement, given) == plain
+        assert tinyq.rows_of(db, statement, ("nobody", *given[1:])) == []
         db.execute("ROLLBACK")
 
 
