@@ -822,7 +822,7 @@ class JobRow:
     settings: Settings | None = None
     on_conflict: OnConflict = "reuse"
     rule: str | None = None  # of the schedule that made it, as text
-    overlap: Overlap = "skip"
+    overlap: Overlap | Literal["wait"] = "skip"  # wait: not now and not recorded, to be tried again
     by_hand: bool = False  # an occurrence that is not recorded as one
     ran: Ran | None = None  # of a recurring job: what the claim that it runs under has chosen
     context: contextvars.Context | None = None
@@ -3572,6 +3572,10 @@ def runs_alone(row: JobRow) -> bool:
     return row.singly is not None or row.lost > 1
 
 
+def waits_for_retry(row: JobRow) -> bool:
+    return row.state is State.PENDING and row.attempts > 0
+
+
 class MemoryStore:
     """Rows in dictionaries and heaps. Entries of rows that have moved on are dropped when they come up."""
 
@@ -3611,6 +3615,8 @@ class MemoryStore:
         if row.schedule is not None and row.by_hand:
             self._note_run(row.schedule, row)
         elif row.schedule is not None:
+            if row.overlap == "wait" and not all(map(waits_for_retry, self._runs(row.schedule))):
+                return Inserted(row, "overlap")
             if row.fire_time is not None and (refusal := self._fire(row.schedule, row.rule, row.fire_time)):
                 return Inserted(row, refusal)
             superseded = sum(self._supersede(run, now) for run in self._runs(row.schedule)) > 0  # all of them, not the first
@@ -3695,7 +3701,7 @@ class MemoryStore:
 
     def _supersede(self, last: JobRow, now: int) -> bool:
         """Give up a run that waits for its retry."""
-        if last.state is not State.PENDING or last.attempts == 0:
+        if not waits_for_retry(last):
             return False
         self._leave(last)
         last.state, last.reason, last.finished, last.ready = State.CANCELLED, SUPERSEDED, now, None
@@ -4609,12 +4615,15 @@ def insert_special(db: sqlite3.Connection, namespace: str, row: JobRow, now: int
     row.lane = lane_of(namespace, row.queue, row.task, row.limit_value, row.singly)
     superseded = False
     if row.schedule is not None and not row.by_hand:
+        others = db.execute(OVERLAP, (row.namespace, row.schedule)).fetchall()
+        overlaps = not all(waits for _, waits in others)
+        if overlaps and row.overlap == "wait":
+            return Inserted(row, "overlap")
         if db.execute(FIRE, (row.namespace, row.schedule, row.fire_time, row.rule)).rowcount == 0:
             return Inserted(row, why_not_fired(db, row))
-        others = db.execute(OVERLAP, (row.namespace, row.schedule)).fetchall()
-        superseded = any(waits_for_retry for _, waits_for_retry in others)
-        db.execute(DELETE, (encode_json([seq for seq, waits_for_retry in others if waits_for_retry]),)) if superseded else None
-        if row.overlap == "skip" and not all(waits_for_retry for _, waits_for_retry in others):
+        superseded = any(waits for _, waits in others)
+        db.execute(DELETE, (encode_json([seq for seq, waits in others if waits]),)) if superseded else None
+        if overlaps and row.overlap == "skip":
             return Inserted(row, "overlap")
     if row.recurrence is not None:
         known = same_key(db, row, State.PENDING) or same_key(db, row, State.RUNNING)
@@ -8667,6 +8676,7 @@ class Periodic(Record):
     settings: Settings | None = None  # of its jobs, in this run of the engine
     since: int = 0  # up to here fire times are dealt with
     next: int = 0
+    begun: int = 0  # when its last run was seen to begin, here or elsewhere
     forced: bool = False  # its first run is due however late it is
     ended: bool = False  # removed, stood down, or broken
     paused: bool = False
@@ -8705,14 +8715,22 @@ class Periodic(Record):
             raise ValueError(f"the next fire time after {as_datetime(since)} would be {as_datetime(self.next)}")
 
     def choose(self, now: int) -> tuple[int, list[int], int]:
-        """The latest fire time that has passed, those to be run, and how many are missed."""
+        """Up to which fire time this deals with those that have passed, which are to be run, and how many are missed."""
         if now - self.next < self.prompt:
             return self.next, [self.next], 0
         latest, chosen, missed = choose(self.rule, self.misfire, self.grace, self.since, now)
         if self.forced and not chosen and latest > self.since:
             return latest, [latest], missed - 1
+        if self.overlap != "allow" and len(chosen) > 1:  # one after another
+            return chosen[0], chosen[:1], missed
         return latest, chosen, missed
 
+    def waits_its_turn(self, moment: int) -> bool:
+        """Whether this fire time is not for overlap to skip: it had been missed before the last run began."""
+        return self.misfire == "all" and self.overlap != "allow" and moment <= self.begun
+
+
+TURN: Final = 0.01  # seconds until a fire time that waits for a run to end is tried again; later up to POLL
 
 FIRED: Final = Inserted(cast(JobRow, None), "created")  # and started at once
 
@@ -8752,7 +8770,8 @@ class Scheduler:
 
     def is_busy(self, now: int) -> bool:
         """Whether a fire time is due, or is being turned into a job."""
-        return self._under_way or self.is_due(now)
+        waits = any(moment > periodic.next <= now and not periodic.ended for moment, _, periodic in self._heap)
+        return waits or self._under_way or self.is_due(now)
 
     def pass_over(self, now: int) -> None:
         """Go on as if what has come due by now had never been meant to fire."""
@@ -8815,6 +8834,7 @@ class Scheduler:
             record = records[periodic.name]
             periodic.paused = record.paused
             periodic.forced = periodic.immediate and record.last == begin
+            periodic.begun = now  # a run of before may still go on
             self._rearm(periodic, record.last)
             if record.last > now + LATENESS[0] * 1e6:
                 fired = as_datetime(record.last)
@@ -8857,11 +8877,21 @@ class Scheduler:
                 self._push(periodic)
             raise
         for periodic, latest, chosen, _ in due:
+            found = [next(answers) for _ in chosen]
+            if found and found[0].verdict == "overlap" and found[0].row.overlap == "wait":
+                self._try_again(periodic, latest, now)
+                continue
             periodic.forced = False
-            for moment in chosen:
-                self._note(periodic, moment, next(answers))
+            for moment, answer in zip(chosen, found, strict=True):
+                self._note(periodic, moment, answer, now)
             self._rearm(periodic, latest)
         self._note_missed([(periodic, missed, now - latest) for periodic, latest, _, missed in due if missed])
+
+    def _try_again(self, periodic: Periodic, moment: int, now: int) -> None:
+        """A run is not over: soon if it has just begun, since most are short."""
+        periodic.arm(moment - 1)
+        pause = min(POLL * 1e6, max(TURN * 1e6, (now - periodic.begun) / 4))
+        heapq.heappush(self._heap, (now + round(pause), next(self._order), periodic))
 
     @staticmethod
     def _note_missed(late: Sequence[tuple[Periodic, int, int]]) -> None:
@@ -8870,15 +8900,16 @@ class Scheduler:
         if late:
             tell_missed("schedule", [(periodic.name, missed, delay) for periodic, missed, delay in late])
 
-    def _note(self, periodic: Periodic, moment: int, answer: Inserted) -> None:
+    def _note(self, periodic: Periodic, moment: int, answer: Inserted, now: int) -> None:
         if answer is FIRED:
-            periodic.last = moment
+            periodic.last, periodic.begun = moment, now
             periodic.fired += 1
             return
         periodic.superseded += answer.superseded
         periodic.paused = answer.verdict == "paused"
         match answer.verdict:
             case "lost":
+                periodic.begun = now
                 log.debug("schedule %s: another process has fired %s", periodic.name, as_datetime(moment))
             case "stale":
                 periodic.ended = True
@@ -8888,12 +8919,12 @@ class Scheduler:
             case "overlap" | "existing":
                 periodic.last = moment
                 periodic.skipped += 1
-                took, period = (self._clock.time() - moment + periodic.period) / 1e6, periodic.period / 1e6
-                if answer.verdict == "overlap" and period and self._spells.begins(periodic.name, period):
-                    tell_slow(f"schedule {periodic.name}", took, period, 'overlap="skip"')
+                took, period = now - max(periodic.begun, moment - periodic.period), periodic.period
+                if answer.verdict == "overlap" and 0 < period <= took and self._spells.begins(periodic.name, period / 1e6):
+                    tell_slow(f"schedule {periodic.name}", took / 1e6, period / 1e6, 'overlap="skip"')
                 log.info("schedule %s skips %s: its last run is not over", periodic.name, as_datetime(moment))
             case "created":
-                periodic.last = moment
+                periodic.last, periodic.begun = moment, now
                 periodic.fired += 1
 
 
@@ -9865,8 +9896,8 @@ class Engine(Inquiries):
             row.run_at = later(fire_time, settings.delay)
         if by_hand:
             row.by_hand = True
-        elif schedule.overlap != "skip":
-            row.overlap = schedule.overlap
+        elif schedule.overlap != "skip" or schedule.misfire == "all":
+            row.overlap = "wait" if schedule.waits_its_turn(fire_time) else schedule.overlap
             if schedule.overlap == "queue":  # which is what a key does: at most one pending behind the one that runs
                 row.key, row.on_conflict = f"schedule {schedule.name}", "queue"
         return row
@@ -11230,7 +11261,8 @@ class TinyQ:
         overlap: what becomes of a fire time while the last run is not over: "skip" it (default), "queue" one behind it, or
             "allow" it beside it. A run that waits for a retry is given up for the next one.
         misfire: which fire times are run that have passed unnoticed (a blocked loop, a suspended machine, a downtime with a
-            database): the "latest" (default), "all" of them, at most 1,000 at once, or none ("skip": 1 s late is the most).
+            database): the "latest" (default), "all" of them, at most 1,000 (one after another, unless they may overlap), or none
+            ("skip": 1 s late is the most).
         misfire_grace: seconds by which a missed fire time may be late and still be run. Default: the period, but at least a
             minute and at most an hour. What is missed for good is counted, and one WARNING says how late it was.
 

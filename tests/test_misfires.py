@@ -115,7 +115,10 @@ async def test_a_retry_that_is_given_up_leaves_no_row(clock: FakeClock, file: Pa
     [
         ({}, [1, 2, 7, 8, 9], 4),
         ({"misfire": "skip"}, [1, 2, 7, 8, 9], 4),
+        ({"misfire": "all"}, list(range(1, 10)), 0),
+        ({"misfire": "all", "overlap": "queue"}, list(range(1, 10)), 0),
         ({"misfire": "all", "overlap": "allow"}, list(range(1, 10)), 0),
+        ({"misfire": "all", "misfire_grace": 3}, [1, 2, 5, 6, 7, 8, 9], 2),
         ({"misfire": "all", "overlap": "allow", "misfire_grace": 3}, [1, 2, 5, 6, 7, 8, 9], 2),
         ({"misfire": "latest", "misfire_grace": 0.4}, [1, 2, 8, 9], 5),
     ],
@@ -131,6 +134,76 @@ async def test_a_blocked_loop_runs_of_the_missed_fire_times_those_that_the_polic
     assert notes.fires == fires
     assert stats_of(q).missed == missed
     await q.stop()
+
+
+@pytest.mark.parametrize("overlap", ["skip", "queue"])
+async def test_all_that_was_missed_in_a_downtime_is_run_one_after_another(
+    clock: FakeClock, file: Path, caplog: pytest.LogCaptureFixture, overlap: str
+) -> None:
+    notes = Notes(clock, 5)
+    q = scheduled(clock, notes, 60, file, misfire="all", misfire_grace=600, overlap=overlap)
+    await q.start()
+    await eventually(lambda: rows_of_schedules(file) == ["tick"])
+    await q.stop()
+    clock.block(310)
+    await q.start()
+    await eventually(lambda: len(notes.fires) == 6, clock, 0.5)
+    assert notes.fires == [60, 120, 180, 240, 300, 360]
+    assert notes.most == 1
+    assert (stats_of(q).fired, stats_of(q).skipped, stats_of(q).missed) == (6, 0, 0)
+    assert caplog.messages == []
+    await stopped_at_once(q, clock)
+
+
+async def test_a_fire_time_that_passes_during_a_run_is_skipped_though_all_missed_ones_are_run(clock: FakeClock) -> None:
+    notes = Notes(clock, 25)
+    q = scheduled(clock, notes, 10, misfire="all")
+    await q.start()
+    await clock.advance(10)
+    clock.block(15)
+    await clock.advance(50)
+    assert notes.fires == [10, 40, 70]
+    await stopped_at_once(q, clock)
+
+
+async def test_missed_fire_times_wait_for_a_run_of_a_process_that_is_still_there(clock: FakeClock, file: Path) -> None:
+    earlier, later = Notes(clock, 100), Notes(clock)
+    leaving = scheduled(clock, earlier, 60, file, misfire="all")
+    await leaving.start()
+    await eventually(lambda: earlier.fires == [60], clock, 1)
+    stopping = asyncio.ensure_future(leaving.stop(grace=600))
+    await eventually(lambda: leaving.health().status == "degraded")
+    clock.block(70)  # 2:10, and the first run goes on until 2:40
+    coming = scheduled(clock, later, 60, file, misfire="all")
+    await coming.start()
+    await eventually(lambda: len(later.fires) == 2, clock, 0.5)
+    assert later.fires == [120, 180]
+    assert later.starts[0] >= 160
+    await asyncio.gather(stopping, stopped_at_once(coming, clock))
+
+
+async def test_drain_runs_what_was_missed_to_the_last(clock: FakeClock, notes: Notes) -> None:
+    q = scheduled(clock, notes, 10, misfire="all")
+    await q.start()
+    await clock.advance(1)
+    clock.block(44)
+    draining = asyncio.ensure_future(q.drain())
+    await eventually(draining.done, clock, 0.01)
+    assert notes.fires == [10, 20, 30, 40]
+    await q.stop()
+
+
+async def test_a_schedule_that_is_paused_while_it_catches_up_stops_at_once(clock: FakeClock) -> None:
+    notes = Notes(clock, 2)
+    q = scheduled(clock, notes, 10, misfire="all")
+    await q.start()
+    await clock.advance(1)
+    clock.block(54)
+    await eventually(lambda: len(notes.starts) == 2, clock, 0.1)
+    await (await q.schedules())[0].pause()
+    await clock.advance(30)
+    assert notes.fires == [10, 20]
+    await stopped_at_once(q, clock)
 
 
 async def test_a_fire_time_is_on_time_for_skip_up_to_a_second(clock: FakeClock, notes: Notes) -> None:

@@ -497,6 +497,26 @@ async def test_a_skipped_fire_time_stays_skipped(store: Store) -> None:
     assert await fire(store, NOW + 2 * SECOND) == "created"
 
 
+@pytest.mark.parametrize("started", [False, True])
+async def test_a_fire_time_that_waits_its_turn_is_not_recorded_until_the_run_is_over(store: Store, started: bool) -> None:
+    await fire(store, NOW)
+    running = await claim(store) if started else []
+    waiting = occurrence(NOW + SECOND, overlap="wait")
+    assert [answer.verdict for answer in await store.insert([waiting], NOW)] == ["overlap"]
+    for row in running or await claim(store):
+        await settle(store, row)
+    assert [answer.verdict for answer in await store.insert([waiting], NOW)] == ["created"]
+    assert await fire(store, NOW + SECOND) == "lost"
+
+
+async def test_a_fire_time_that_waits_its_turn_gives_up_a_run_that_waits_for_its_retry(store: Store) -> None:
+    await fire(store, NOW)
+    [row] = await claim(store)
+    await settle(store, row, State.PENDING, run_at=NOW + 60 * SECOND, attempts=1)
+    [answer] = await store.insert([occurrence(NOW + SECOND, overlap="wait")], NOW)
+    assert (answer.verdict, answer.superseded) == ("created", True)
+
+
 async def test_schedules_do_not_know_each_other(store: Store) -> None:
     assert [await fire(store, NOW, "tick"), await fire(store, NOW, "tock")] == ["created", "created"]
 
