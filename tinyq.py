@@ -882,9 +882,10 @@ class SimpleRow(JobRow):
     attempts = 1
     claim_no = 1
 
-    def __init__(self, handler: Handler, settings: Settings, args: Sequence[Any], created: int) -> None:
-        self.handler, self.settings, self.args, self.created = handler, settings, args, created
-        self.context = contextvars.copy_context()
+    def __init__(
+        self, handler: Handler, settings: Settings, args: Sequence[Any], created: int, context: contextvars.Context | None
+    ) -> None:
+        self.handler, self.settings, self.args, self.created, self.context = handler, settings, args, created, context
 
     if not TYPE_CHECKING:
         task = Lazily(lambda row: row.handler.name)
@@ -3576,6 +3577,30 @@ def waits_for_retry(row: JobRow) -> bool:
     return row.state is State.PENDING and row.attempts > 0
 
 
+class Fires:
+    """What is known here of one schedule."""
+
+    __slots__ = ("earlier", "last", "paused", "rule", "run")
+
+    def __init__(self) -> None:
+        self.last: int | None = None  # the fire time that is recorded; None: it is not defined
+        self.paused = False
+        self.rule: str | None = None
+        self.run: JobRow | None = None  # the last one
+        self.earlier: Sequence[JobRow] = ()  # and those before it that were not over when it was made
+
+    def runs(self) -> list[JobRow]:
+        """Those that are not over."""
+        runs = [*self.earlier, self.run] if self.run is not None else []
+        return [run for run in runs if run.finished is None]
+
+    def note(self, run: JobRow) -> None:
+        self.earlier, self.run = self.runs(), run
+
+    def record(self) -> ScheduleRecord:
+        return ScheduleRecord(-1 if self.last is None else self.last, self.paused)
+
+
 class MemoryStore:
     """Rows in dictionaries and heaps. Entries of rows that have moved on are dropped when they come up."""
 
@@ -3588,9 +3613,7 @@ class MemoryStore:
         self._later: list[Entry] = []  # the same with priority 0
         self._finished: deque[JobRow] = deque()
         self._keys: dict[tuple[str, str, State], JobRow] = {}
-        self._schedules: dict[str, tuple[ScheduleRecord, str | None]] = {}
-        self._occurrences: dict[str, JobRow] = {}  # the last run of each schedule
-        self._others: dict[str, list[JobRow]] = {}  # and those before it that are not over
+        self._schedules: dict[str, Fires] = {}
         self._changes: dict[int, JobRow] = {}  # what running recurring jobs, by seq, are to be from their next run on
         self._seq = itertools.count(1)
         self.held: frozenset[str] = frozenset()  # the queues that are paused
@@ -3612,17 +3635,17 @@ class MemoryStore:
 
     def _insert_one(self, row: JobRow, now: int) -> Inserted:
         superseded = False
-        if row.schedule is not None and row.by_hand:
-            self._note_run(row.schedule, row)
-        elif row.schedule is not None:
-            if row.overlap == "wait" and not all(map(waits_for_retry, self._runs(row.schedule))):
-                return Inserted(row, "overlap")
-            if row.fire_time is not None and (refusal := self._fire(row.schedule, row.rule, row.fire_time)):
-                return Inserted(row, refusal)
-            superseded = sum(self._supersede(run, now) for run in self._runs(row.schedule)) > 0  # all of them, not the first
-            if row.overlap == "skip" and row.fire_time is not None and self._runs(row.schedule):
-                return Inserted(row, "overlap")
-            self._note_run(row.schedule, row)
+        if row.schedule is not None:
+            fires = self._schedules.setdefault(row.schedule, Fires())
+            if row.fire_time is not None and not row.by_hand:
+                if row.overlap == "wait" and not all(map(waits_for_retry, fires.runs())):
+                    return Inserted(row, "overlap")
+                if refusal := self._fire(fires, row.rule, row.fire_time):
+                    return Inserted(row, refusal)
+                superseded = sum(self._supersede(run, now) for run in fires.runs()) > 0  # all of them, not the first
+                if row.overlap == "skip" and fires.runs():
+                    return Inserted(row, "overlap")
+            fires.note(row)
         held = False
         if row.recurrence is not None and (known := next(filter(None, self._same_key(row)), None)):
             return Inserted(known, self._reschedule(known, row, now))
@@ -3646,26 +3669,13 @@ class MemoryStore:
         self._become_pending(row, now, HELD if held else None)
         return Inserted(row, "created", superseded)
 
-    def _runs(self, schedule: str) -> list[JobRow]:
-        """Those that are not over."""
-        last = self._occurrences.get(schedule)
-        runs = [*self._others.get(schedule, ()), *((last,) if last is not None else ())]
-        return [run for run in runs if run.finished is None]
-
-    def _note_run(self, schedule: str, row: JobRow) -> None:
-        if others := self._runs(schedule):
-            self._others[schedule] = others
-        else:
-            self._others.pop(schedule, None)
-        self._occurrences[schedule] = row
-
-    def _fire(self, name: str, rule: str | None, fire_time: int) -> Literal["lost", "paused", "stale"] | None:
-        record, known = self._schedules.get(name, (ScheduleRecord(-1, False), None))
-        if known is not None and rule is not None and known != rule:
+    @staticmethod
+    def _fire(fires: Fires, rule: str | None, fire_time: int) -> Literal["lost", "paused", "stale"] | None:
+        if fires.rule is not None and rule is not None and fires.rule != rule:
             return "stale"
-        if record.paused or record.last >= fire_time:
-            return "paused" if record.paused else "lost"
-        self._schedules[name] = record._replace(last=fire_time), known or rule
+        if fires.paused or (fires.last is not None and fires.last >= fire_time):
+            return "paused" if fires.paused else "lost"
+        fires.last, fires.rule = fire_time, fires.rule or rule
         return None
 
     def _reschedule(self, known: JobRow, row: JobRow, now: int) -> Literal["existing", "replaced"]:
@@ -3687,16 +3697,14 @@ class MemoryStore:
             self._enlist(known, now)
         return "replaced"
 
-    def fire(self, row: JobRow) -> bool:
+    def fire(self, row: JobRow, fire_time: int) -> bool:
         """Record an occurrence that is to start at once, unless anything about it needs a second look."""
-        name = cast(str, row.schedule)
-        record, rule = self._schedules.get(name, (None, None))
-        last = self._occurrences.get(name)
-        ready = record is not None and not record.paused and record.last < cast(int, row.fire_time) and rule == row.rule
-        if not ready or row.by_hand or (last is not None and last.finished is None) or name in self._others:
+        fires = self._schedules.get(cast(str, row.schedule))
+        if fires is None or fires.last is None or fires.last >= fire_time or fires.paused or fires.rule != row.rule:
             return False
-        self._schedules[name] = ScheduleRecord(cast(int, row.fire_time), False), rule
-        self._occurrences[name] = row
+        if fires.earlier or (fires.run is not None and fires.run.finished is None):
+            return False
+        fires.last, fires.run = fire_time, row
         return True
 
     def _supersede(self, last: JobRow, now: int) -> bool:
@@ -3991,20 +3999,23 @@ class MemoryStore:
 
     async def define(self, schedules: Sequence[tuple[str, str, int]], now: int) -> Mapping[str, ScheduleRecord]:
         for name, rule, moment in schedules:
-            record, known = self._schedules.get(name, (None, None))
-            if record is None:
-                record = ScheduleRecord(moment, False)
-            elif known not in (None, rule):
-                record = record._replace(last=max(now, record.last))
-            self._schedules[name] = record, rule
-        return {name: self._schedules[name][0] for name, _, _ in schedules}
+            fires = self._schedules.setdefault(name, Fires())
+            if fires.last is None:
+                fires.last = moment
+            elif fires.rule not in (None, rule):
+                fires.last = max(now, fires.last)
+            fires.rule = rule
+        return {name: self._schedules[name].record() for name, _, _ in schedules}
 
     async def suspend(self, schedule: str, paused: bool, now: int) -> None:
-        record, rule = self._schedules.get(schedule, (ScheduleRecord(now, False), None))
-        self._schedules[schedule] = ScheduleRecord(record.last if paused else max(record.last, now), paused), rule
+        fires = self._schedules.setdefault(schedule, Fires())
+        if fires.last is None or not paused:
+            fires.last = max(fires.last or now, now)
+        fires.paused = paused
 
     async def undefine(self, schedule: str) -> None:
-        self._schedules.pop(schedule, None)
+        if (fires := self._schedules.get(schedule)) is not None:
+            fires.last, fires.paused, fires.rule = None, False, None
 
     async def recurring(self, task: str | None, key: str | None, after: int, limit: int) -> Sequence[JobRow]:
         rows = (row for row in self._rows.values() if row.recurrence and row.finished is None and row.seq > after)
@@ -8730,9 +8741,8 @@ class Periodic(Record):
         return self.misfire == "all" and self.overlap != "allow" and moment <= self.begun
 
 
+AT_A_TIME: Final = 50  # starts in one turn of the loop: few enough that most are over before the garbage collector comes
 TURN: Final = 0.01  # seconds until a fire time that waits for a run to end is tried again; later up to POLL
-
-FIRED: Final = Inserted(cast(JobRow, None), "created")  # and started at once
 
 
 class Scheduler:
@@ -8743,14 +8753,15 @@ class Scheduler:
         tier: Tier,
         clock: Clock,
         make_row: Callable[[Periodic, int], JobRow],
-        insert: Callable[[Sequence[JobRow], int], Awaitable[Sequence[Inserted]]],
+        start: Callable[[Periodic, int], bool] | None = None,
     ) -> None:
+        """`make_row`: for this fire time. `start`: the run of the next fire time at once, if it need not wait for anything."""
         self.wake = asyncio.Event()
         self.firing = True
         self._tier = tier
         self._clock = clock
         self._make_row = make_row
-        self._insert = insert
+        self._start = start
         self._heap: list[tuple[int, int, Periodic]] = []
         self._new: list[Periodic] = []
         self._order = itertools.count()
@@ -8858,8 +8869,14 @@ class Scheduler:
     async def _fire(self, now: int) -> None:
         due: list[tuple[Periodic, int, list[int], int]] = []
         rows: list[JobRow] = []
-        while self.firing and self._heap and self._heap[0][0] <= now:
-            periodic = heapq.heappop(self._heap)[2]
+        started, start = 0, self._start
+        while self.firing and self._heap and self._heap[0][0] <= now and started < AT_A_TIME:
+            periodic = self._heap[0][2]
+            if start is not None and now - periodic.next < periodic.prompt and not periodic.ended and start(periodic, now):
+                self._go_on(periodic, now)
+                started += 1
+                continue
+            heapq.heappop(self._heap)
             if periodic.ended:
                 continue
             try:
@@ -8870,12 +8887,24 @@ class Scheduler:
                 continue
             due.append((periodic, latest, chosen, 0 if periodic.paused else missed))
             rows += made
+        if due:
+            await self._insert(due, rows, now)
+
+    def _go_on(self, periodic: Periodic, now: int) -> None:
+        """The first of the heap has been started for its next fire time."""
+        periodic.last, periodic.begun, periodic.forced = periodic.next, now, False
+        periodic.fired += 1
+        periodic.arm(periodic.next)  # an interval, so it does not fail
+        heapq.heapreplace(self._heap, (periodic.next, next(self._order), periodic))
+
+    async def _insert(self, due: Sequence[tuple[Periodic, int, list[int], int]], rows: Sequence[JobRow], now: int) -> None:
         try:
-            answers = iter(await self._insert(rows, now) if rows else ())
+            answers = iter(await self._tier.store.insert(rows, now) if rows else ())
         except BaseException:
             for periodic, *_ in due:  # the fire time is still the next one
                 self._push(periodic)
             raise
+        self._tier.wake.set()
         for periodic, latest, chosen, _ in due:
             found = [next(answers) for _ in chosen]
             if found and found[0].verdict == "overlap" and found[0].row.overlap == "wait":
@@ -8901,10 +8930,6 @@ class Scheduler:
             tell_missed("schedule", [(periodic.name, missed, delay) for periodic, missed, delay in late])
 
     def _note(self, periodic: Periodic, moment: int, answer: Inserted, now: int) -> None:
-        if answer is FIRED:
-            periodic.last, periodic.begun = moment, now
-            periodic.fired += 1
-            return
         periodic.superseded += answer.superseded
         periodic.paused = answer.verdict == "paused"
         match answer.verdict:
@@ -9033,7 +9058,7 @@ class Intake:
         self, handler: Handler | None, name: str, settings: Settings, call: Arguments, overrides: Mapping[str, Any]
     ) -> JobRow:
         if handler is not None and settings.simple:
-            simple = SimpleRow(handler, settings, call[0], self.clock.time())
+            simple = SimpleRow(handler, settings, call[0], self.clock.time(), contextvars.copy_context())
             if call[0]:
                 self.look_at(name, call[0])
             if call[1]:
@@ -9834,9 +9859,8 @@ class Engine(Inquiries):
 
     def _begin_tier(self, tier: Tier) -> None:
         name = "durable" if tier.durable else "best-effort"
-        self.schedulers[tier.durable] = Scheduler(
-            tier, self.clock, self.occurrence, functools.partial(self._insert_occurrences, tier)
-        )
+        start = None if tier.durable else self._fire_at_once
+        self.schedulers[tier.durable] = Scheduler(tier, self.clock, self.occurrence, start)
         self._begin(f"{name} schedules", self.schedulers[tier.durable].step, self.schedulers[tier.durable].wake)
         self._begin(f"{name} claims", functools.partial(self._claim, tier), tier.wake)
         upkeep = self._upkeep if tier.durable else self.crew.retention
@@ -9902,24 +9926,19 @@ class Engine(Inquiries):
                 row.key, row.on_conflict = f"schedule {schedule.name}", "queue"
         return row
 
-    async def _insert_occurrences(self, tier: Tier, rows: Sequence[JobRow], now: int) -> Sequence[Inserted]:
-        if tier.durable:
-            answers = await tier.store.insert(rows, now)
-        else:
-            answers = [self._fire_at_once(row, now) or (await self.memory_store.insert([row], now))[0] for row in rows]
-        if any(answer is not FIRED for answer in answers):
-            tier.wake.set()
-        return answers
-
-    def _fire_at_once(self, row: JobRow, now: int) -> Inserted | None:
-        """Start an occurrence that need not wait for anything."""
-        if not isinstance(row, SimpleRow) or row.key is not None or row.handler is None or row.settings is None:
-            return None
-        if not self.crew.may_start(self.memory, row.settings.queue, row.handler, now) or not self.memory_store.fire(row):
-            return None
+    def _fire_at_once(self, schedule: Periodic, now: int) -> bool:
+        handler, settings = schedule.handler, schedule.settings
+        if settings is None or not settings.simple or schedule.overlap == "queue":
+            return False
+        if not self.crew.may_start(self.memory, settings.queue, handler, now):
+            return False
+        row = SimpleRow(handler, settings, (), now, None)
+        row.schedule, row.fire_time, row.rule = handler.name, schedule.next, schedule.text
+        if not self.memory_store.fire(row, schedule.next):
+            return False
         self.memory_store.adopt(row)
-        self.crew.start(self.memory, row, row.handler, row.settings)
-        return FIRED
+        self.crew.start(self.memory, row, handler, settings)
+        return True
 
     def quiesce(self) -> None:
         """No claim of a durable job and no firing from this loop turn on."""
@@ -10315,8 +10334,7 @@ class KitEngine(Engine):
         self.crew.handlers = handlers
         self.crew.tiers += (self.memory, self.durable)
         for tier in (self.memory, self.durable):
-            insert = functools.partial(self._insert_occurrences, tier)
-            self.schedulers[tier.durable] = Scheduler(tier, self.still, self.occurrence, insert)
+            self.schedulers[tier.durable] = Scheduler(tier, self.still, self.occurrence)
         self.schedules: list[Periodic] = []  # copies: what they do here leaves no trace
         self.runs, self.last = 0, ""
         self._hook_slots = asyncio.Semaphore(sys.maxsize)  # nobody waits for one, which would bind it to one event loop
@@ -10389,9 +10407,6 @@ class KitEngine(Engine):
 
     def own(self, schedules: list[Periodic]) -> list[Periodic]:
         return self.schedules
-
-    def _fire_at_once(self, row: JobRow, now: int) -> Inserted | None:
-        return None
 
     def quiesce(self) -> None:
         """Nothing to hold back."""
@@ -11595,7 +11610,7 @@ class TinyQ:
             ):
                 if args and not UNBOUND.issuperset(map(type, args)):
                     engine.look_at(name, args)
-                simple = SimpleRow(handler, settings, args, engine.clock.time())
+                simple = SimpleRow(handler, settings, args, engine.clock.time(), contextvars.copy_context())
                 return Job(engine, simple, True) if engine.start_at_once(simple, handler, settings) else simple
         if "tx" in options:
             options = {option: value for option, value in options.items() if option != "tx"}
