@@ -1297,8 +1297,12 @@ LONGEST_SLEEP: Final = 60.0  # so that a step of the wall clock, or a suspended 
 STEP: Final = 1.0  # seconds by which the wall clock must jump back to count as set
 
 
-TIMERS_LATE: Final = 0.001  # seconds: a selector rounds up to whole milliseconds, and it takes a while to wake
+TIMERS_LATE: Final = 0.002  # seconds: a selector rounds up to whole milliseconds, and it takes a while to wake
 SELDOM: Final = 0.05  # who waits for longer than that may turn the loop for the last of it, to be there in time
+
+
+class Sharp(asyncio.Event):
+    """Whoever waits for this with a timer wants to be there to the millisecond."""
 
 
 class SystemClock:
@@ -1314,7 +1318,7 @@ class SystemClock:
         if wake.is_set() or seconds <= 0:
             await asyncio.sleep(0)  # a loop that is never idle lets the others run all the same
             return
-        now, early = asyncio.get_running_loop().time, TIMERS_LATE if seconds > SELDOM else 0.0
+        now, early = asyncio.get_running_loop().time, TIMERS_LATE if seconds > SELDOM and isinstance(wake, Sharp) else 0.0
         due = now() + seconds
         try:
             async with asyncio.timeout_at(None if seconds == math.inf else due - early):
@@ -7300,7 +7304,7 @@ def called_in_child(
     if isinstance(handler, Handler):  # it has been decorated
         found = handler.fn
     args, kwargs = pickle.loads(call)
-    tier = Tier(store=MemoryStore(), durable=False, tasks={}, wake=asyncio.Event())  # of which it knows nothing here
+    tier = Tier(store=MemoryStore(), durable=False, tasks={}, wake=Sharp())  # of which it knows nothing here
     _current.set(cast(Running, JobRow(**row, tier=tier, to_parent=to_parent)))
     value = found(*args, **kwargs)
     return asyncio.run(result_of(value)) if inspect.isawaitable(value) else value
@@ -8756,7 +8760,7 @@ class Scheduler:
         start: Callable[[Periodic, int], bool] | None = None,
     ) -> None:
         """`make_row`: for this fire time. `start`: the run of the next fire time at once, if it need not wait for anything."""
-        self.wake = asyncio.Event()
+        self.wake = Sharp()
         self.firing = True
         self._tier = tier
         self._clock = clock
@@ -8983,9 +8987,7 @@ class Intake:
         self.memory_store = MemoryStore()
         self.memory_tasks: dict[str, bool] = {}
         self.terms: dict[str, Terms] = {}
-        self.memory = Tier(
-            store=self.memory_store, durable=False, tasks=self.memory_tasks, wake=asyncio.Event(), terms=self.terms
-        )
+        self.memory = Tier(store=self.memory_store, durable=False, tasks=self.memory_tasks, wake=Sharp(), terms=self.terms)
         self.durable_store: SQLiteStore | None = None
         self.durable: Tier | None = None
         self.durable_tasks: dict[str, bool] = {}
@@ -9782,7 +9784,7 @@ class Engine(Inquiries):
                 store=self.durable_store,
                 durable=True,
                 tasks=self.durable_tasks,
-                wake=asyncio.Event(),
+                wake=Sharp(),
                 claiming=self.config.worker,
                 app=self.memory.app,
                 middleware=self.memory.middleware,
@@ -10325,7 +10327,7 @@ class KitEngine(Engine):
         self.table = KitStore(self.loose)
         loose, table = (self.loose, self.memory_tasks), (self.table, self.durable_tasks)
         self.memory, self.durable = (
-            Tier(store=store, durable=store.durable, tasks=tasks, wake=asyncio.Event(), terms=self.terms)
+            Tier(store=store, durable=store.durable, tasks=tasks, wake=Sharp(), terms=self.terms)
             for store, tasks in (loose, table)
         )
         self.hands = self.crew = KitCrew(
