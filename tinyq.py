@@ -3486,13 +3486,13 @@ class Tally(NamedTuple):
         return Tally(*map(int, (text or "").split()))
 
 
-def as_usual(change: Settlement, now: int) -> int:
+def as_usual(change: Settlement, ran: Ran, now: int) -> int:
     """The period in the usual case: done, nothing missed, and the fire time that is one period later is yet to come; else 0."""
-    ran = change.ran
-    if ran is None or change.state is not IS_DONE or ran.missed or ran.superseded or change.singly is not None:
+    fire_time, _, missed, superseded, recurrence = ran
+    if missed or superseded or change.state is not IS_DONE or change.singly is not None:
         return 0
-    period, offset, _ = interval_of(ran.recurrence)
-    return period if period and (ran.fire_time - offset) % period == 0 and ran.fire_time + period > now else 0
+    period, offset, _ = interval_of(recurrence)
+    return period if period and (fire_time - offset) % period == 0 and fire_time + period > now else 0
 
 
 RULE_FAILS: Final = "its rule fails"
@@ -5176,7 +5176,7 @@ def move_on(
     together, or none of them if one has another claim, was cancelled or has become another. Answers all that are left."""
     runs: dict[tuple[int, str], list[Settlement]] = {}
     for change in settlements:
-        if (ran := change.ran) is not None and (period := as_usual(change, now)):
+        if (ran := change.ran) is not None and (period := as_usual(change, ran, now)):
             runs.setdefault((period, ran.recurrence), []).append(change)
     for (period, recurrence), changes in runs.items():
         seqs, claims = encode_json([change.seq for change in changes]), sum(change.claim_no for change in changes)
@@ -7349,18 +7349,16 @@ def pickled_error(error: BaseException) -> bytes | None:
 
 def lost_for_good(row: JobRow, settings: Settings) -> bool:
     """Whether a claim has found what a process that does not know the task had to leave pending when its worker was lost."""
-    if not row.lost:
-        return False
     return row.attempts > settings.retry.max_attempts or (settings.on_lost == "dead" and row.reason == WORKER_LOST)
 
 
 def choose_fire_time(job: Running, now: int) -> bool:
     """For which of the fire times that have passed a recurring job runs; False for none of them, as it is too late."""
-    due = cast(int, job.fire_time)
-    if 0 <= now - due < interval_of(cast(str, job.recurrence))[2] and job.attempts == 1:
-        job.ran = Ran(due, now, 0, 0, cast(str, job.recurrence))
+    due, text = cast(int, job.fire_time), cast(str, job.recurrence)
+    if 0 <= now - due < interval_of(text)[2] and job.attempts == 1:
+        job.ran = tuple.__new__(Ran, (due, now, 0, 0, text))  # (without the detour of Ran(...): one for each job)
         return True
-    recurrence = recurrence_of(cast(str, job.recurrence))
+    recurrence = recurrence_of(text)
     rule = rule_from(recurrence.rule)
     latest, chosen, missed = choose(rule, recurrence.misfire, recurrence.grace, due - 1, now)
     begun = job.attempts > 1 or job.snoozes > 0 or job.interruptions > 0 or job.reason == SPLIT
@@ -7385,16 +7383,16 @@ def waited_on_purpose(job: Running, recurrence: Recurrence, now: int) -> bool:
     return window > 0 and -window <= late < min(ON_TIME, math.inf if recurrence.grace is None else recurrence.grace) * 1e6
 
 
-def prepare_call(job: Running, clock: Clock) -> Outcome | Arguments:
+def prepare_call(job: Running, now: int) -> Outcome | Arguments:
     """The arguments, or why the handler is not to be called."""
     if job.refused is not None:
         return job.refused
-    if job.expires is not None and job.expires < clock.time():
+    if job.expires is not None and job.expires < now:
         return Outcome("expired", reason="expired before it started")
-    if lost_for_good(job, job.settings):
+    if job.lost and lost_for_good(job, job.settings):
         return Outcome("lost", reason=WORKER_LOST)
     try:
-        if job.recurrence and not choose_fire_time(job, clock.time()):
+        if job.recurrence and not choose_fire_time(job, now):
             return Outcome("missed")
     except Exception as error:  # of another version, or of an installation without cronsim: others may know it
         return Outcome("parked", error=error, reason=RULE_FAILS)
@@ -7542,7 +7540,7 @@ async def call_handler(job: Running, threads: Threads, clock: Clock, ended: Call
     """The whole task of one job: run its handler, and hand over what came of it. Raises nothing but a real Ctrl-C."""
     args, kwargs = job.args, job.kwargs
     if args is None or job.recurrence or job.expires is not None or job.refused is not None:
-        found = prepare_call(job, clock)
+        found = prepare_call(job, clock.time())
         if isinstance(found, Outcome):
             ended(job, found)
             return
@@ -7579,13 +7577,19 @@ async def call_handler(job: Running, threads: Threads, clock: Clock, ended: Call
     del job, outcome  # an error's traceback holds this frame, which would hold the error
 
 
-async def call_batch(call: BatchCall, threads: Threads, clock: Clock, ended: Callable[[Running, Outcome], None]) -> None:
+async def call_batch(
+    call: BatchCall,
+    threads: Threads,
+    clock: Clock,
+    item_ended: Callable[[Running, Outcome], None],
+    ended: Callable[[Running, Outcome], None],
+) -> None:
     """The whole task of one call for several jobs. Those whose handler cannot be called are no part of it."""
-    kept, values = list[Running](), list[Any]()
+    kept, values, now = list[Running](), list[Any](), clock.time()
     for item in call.items:
-        found = prepare_call(item, clock)
+        found = prepare_call(item, now)
         if isinstance(found, Outcome) or item.why is not None:
-            ended(item, found if isinstance(found, Outcome) else after_stop(item, Outcome("unstarted"), False))
+            item_ended(item, found if isinstance(found, Outcome) else after_stop(item, Outcome("unstarted"), False))
         else:
             item.in_handler = True
             kept.append(item)
@@ -7596,21 +7600,12 @@ async def call_batch(call: BatchCall, threads: Threads, clock: Clock, ended: Cal
         call.hold(kept)
         call.args = (values,)
         kept[0].deadline = call.deadline  # one for all
-        await call_handler(call, threads, clock, functools.partial(spread, ended))
+        await call_handler(call, threads, clock, ended)
 
 
-def spread(ended: Callable[[Running, Outcome], None], call: Running, outcome: Outcome) -> None:
-    """Hand over for each job of a call what came of the call."""
-    call.runner, items = None, cast(BatchCall, call).items
-    for item, own in zip(items, outcomes_of(cast(BatchCall, call), outcome), strict=True):
-        item.in_handler = False
-        ended(item, after_stop(item, own, False) if item.why in ("lost", "abandoned", "cancel") else own)
-
-
-def outcomes_of(call: BatchCall, outcome: Outcome) -> Sequence[Outcome]:
-    """One for each item: what the handler said of it, or of all. A call that has failed says nothing of any one of them: they
+def outcomes_of(call: BatchCall, outcome: Outcome, count: int) -> Sequence[Outcome]:
+    """One for each of so many items: what the handler said of it, or of all. A call that has failed says nothing of any one of them: they
     are to run singly. (But if it was one alone, or the error says how long to wait, that is what happened to each.)"""
-    count = len(call.items)
     if outcome.kind == "done" and outcome.value is not None:
         values = outcome.value
         if isinstance(values, (list, tuple)) and len(values) == count:
@@ -8006,7 +8001,7 @@ class Crew:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.memory = memory
-        self._ends = self._over  # bound once
+        self._ends, self._call_ends = self._over, self._call_over  # bound once
         self.running: dict[object, Running] = {}  # by tag
         self.tiers: list[Tier] = []
         self.handlers: Mapping[str, Handler] = {}
@@ -8137,14 +8132,15 @@ class Crew:
                 back.append(decide(row, Outcome("unstarted", delay=1.0), Settings(), now))
                 continue
             try:
-                settings = (kept and row.settings) or self._settings_of(row, handler)
+                settings = (kept and row.settings) or (not row.options and handler.settings) or self._settings_of(row, handler)
             except Undecodable as error:
                 self.start(tier, row, handler, Settings(), Outcome("undecodable", reason=str(error)))
                 continue
             if handler.batch:
-                calls.setdefault(
-                    (handler.name, row.queue, row.limit_value, bool(row.lost), runs_alone(row) and row.seq), []
-                ).append(self._enter(tier, row, handler, settings))
+                lost = row.lost > 0
+                alone = (lost or row.singly is not None) and runs_alone(row) and row.seq
+                kind = handler.name, row.queue, row.limit_value, lost, alone
+                calls.setdefault(kind, []).append(self._enter(tier, row, handler, settings))
             else:
                 self.start(tier, row, handler, settings)
         for items in calls.values():
@@ -8206,7 +8202,7 @@ class Crew:
         call = BatchCall(tier, items)
         call.deadline = items[0].deadline = self._until(call.settings)
         self._slots.give(call, -1)
-        run = call_batch(call, self.threads, self._clock, self._ends)
+        run = call_batch(call, self.threads, self._clock, self._ends, self._call_ends)
         call.runner = self._create_task(run, name=call.handler.task_name, context=contextvars.Context())
         for item in items:
             item.call, item.runner = call, call.runner
@@ -8270,13 +8266,7 @@ class Crew:
             job.call = None
             call.left -= 1
         if call is None or call.left == 0:  # the slot of a call comes free with the last of its jobs
-            self._slots.give(call or job)
-            if not self._slots.called and (self.tiers[0].hungry or self.tiers[-1].hungry):
-                self._call_hungry()
-            if job.settings.gated:
-                for tier in self.tiers:
-                    if tier.limited:
-                        tier.wake.set()
+            self._free(call or job)
         self._last = job
         job.runner = None  # whose context leads back to the job
         if job.lost:
@@ -8300,6 +8290,45 @@ class Crew:
         except Exception:
             log.exception("%s: a defect in tinyq; the job runs again when its lease ends", label(job))
             self.running.pop(job.tag, None)
+
+    def _call_over(self, call: Running, outcome: Outcome) -> None:
+        """A call for several jobs has ended: the same for each of them, with what came of the call for it."""
+        call = cast(BatchCall, call)
+        call.runner, items = None, call.items
+        if outcome is DONE:
+            items = self._all_done(call, items)
+        for item, own in zip(items, outcomes_of(call, outcome, len(items)), strict=True):
+            item.in_handler = False
+            self._over(item, after_stop(item, own, False) if item.why in ("lost", "abandoned", "cancel") else own)
+
+    def _all_done(self, call: BatchCall, items: Sequence[Running]) -> Sequence[Running]:
+        """Durable jobs of one call, done: what most of them come to, in one go. Answers those that take the longer way."""
+        settings, ended, others = items[0].settings, self._ended, list[Running]()
+        if not call.tier.durable or settings.result_ttl > 0 or settings.shared:
+            return items
+        if not ended:  # else the next round knows already
+            self.settle_wake.set()
+        for item in items:
+            if item.settings is not settings or item.why is not None or item.lost or not (item.recurrence or item.key is None):
+                others.append(item)
+                continue
+            item.in_handler, item.call, item.runner = False, None, None
+            ended.append((item, DONE, done_with(item)))
+        call.left -= len(items) - len(others)
+        self._last = items[-1]
+        if call.left == 0:
+            self._free(call)
+        return others
+
+    def _free(self, job: Running) -> None:
+        """A slot comes free."""
+        self._slots.give(job)
+        if not self._slots.called and (self.tiers[0].hungry or self.tiers[-1].hungry):
+            self._call_hungry()
+        if job.settings.gated:
+            for tier in self.tiers:
+                if tier.limited:
+                    tier.wake.set()
 
     def _call_hungry(self) -> None:
         """Slots come free, of which the next claim finds all. In turns, so that neither tier takes every one."""
@@ -8357,15 +8386,14 @@ class Crew:
         self.written += 1
         handles = bool(self.live)
         for job, outcome, change in batch:
-            state = states.get(change.seq)
-            if outcome is DONE and state is IS_DONE and not (handles or change.keep or change.ran):  # nobody here asks for it
-                self.running.pop(job.id, None)
+            state, ran = states.get(change.seq), change.ran
+            if outcome is DONE and not handles and (state is IS_PENDING if ran else state is IS_DONE and not change.keep):
+                self.running.pop(job.id, None)  # nobody here asks for it
+                if ran and (ran.missed or now - ran.started > interval_of(ran.recurrence)[0]):
+                    self._note_ran(job, ran, now)
                 continue
             try:
-                if outcome is DONE and job.recurrence and state is not None:
-                    self._moved_on(job, state, handles, now)
-                else:
-                    self._settled(job, outcome, change, state, now)
+                self._settled(job, outcome, change, state, now)
             except Exception:
                 log.exception("%s: a defect in tinyq, after its outcome was written", label(job))
                 self.running.pop(job.tag, None)
@@ -8403,15 +8431,6 @@ class Crew:
             self._became_dead(job, now, change if job.recurrence else None)
             if change.state is State.PENDING or job.key is not None:
                 job.tier.wake.set()
-        self._leave(job, now)
-
-    def _moved_on(self, job: Running, state: State, handles: bool, now: int) -> None:
-        """A durable recurring job is done for once: what becomes of it next is known to the store."""
-        if job.ran is not None:
-            self._note_ran(job, job.ran, now)
-        job.state, job.ran, job.args, job.value = state, None, None, None
-        if handles:
-            self.live.pop(job.id, None)
         self._leave(job, now)
 
     def _note_ran(self, job: Running, ran: Ran, now: int) -> None:
@@ -10308,6 +10327,9 @@ class KitCrew(Crew):
             at_once(self.settle(job.tier, now))
             if job.state is State.PENDING and job.recurrence is None:
                 job.ready = claimable(job.run_at, job.lost, now)  # what was written and what stands in the store are one row
+
+    def _all_done(self, call: BatchCall, items: Sequence[Running]) -> Sequence[Running]:
+        return items
 
     def _tell_dead(self, row: JobRow) -> None:
         super()._tell_dead(row)
