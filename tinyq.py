@@ -4370,15 +4370,17 @@ READ_RECURRING: Final = (  # the same where many recur
     f"FROM tinyq_jobs WHERE namespace = ? AND {AMONG}"
 )
 # Where nothing waits, what has come due can be claimed as it is, and need not go through the claim index.
+# One of some parts of it: of many, whole blocks of rows, so that few pages of the file are written by more than one worker.
 DUE_NOW: Final = READ_RECURRING.replace(
     f"{RECURRING_HAS}, ", f"{RECURRING_HAS}, lane, singly IS NOT NULL, lost > 0 OR limit_value IS NOT NULL, "
-).replace(AMONG, "ready = 0 AND run_at <= ? AND seq % ? = ? ORDER BY run_at, priority DESC LIMIT ?")
+).replace(AMONG, "ready = 0 AND run_at <= ? AND (seq / ?) % ? = ? ORDER BY run_at, priority DESC LIMIT ?")
 COLUMNS_OF: Final = {READ_CHOSEN: 9, READ_HEADS: 9, READ_RECURRING: 13, DUE_NOW: 16}  # how many; see rows_of
-DUE_SPAN: Final = (  # how many, since when, whether all have one priority, and the task of one of the first
-    "SELECT jobs, since, alike, (SELECT task FROM tinyq_jobs WHERE seq = come.first) FROM ("
-    "SELECT count(*) AS jobs, min(run_at) AS since, min(priority) = max(priority) AS alike, min(seq) AS first FROM ("
-    "SELECT seq, run_at, priority FROM tinyq_jobs WHERE ready = 0 AND namespace = ? AND run_at <= ? "
-    "ORDER BY run_at, priority DESC LIMIT ?)) AS come"
+# How many, since when, whether all have one priority, over how many rows, and the task of one of the first.
+DUE_SPAN: Final = (
+    "SELECT jobs, since, alike, last - first, (SELECT task FROM tinyq_jobs WHERE seq = first) FROM ("
+    "SELECT count(*) AS jobs, min(run_at) AS since, min(priority) = max(priority) AS alike, min(seq) AS first, max(seq) AS last "
+    "FROM (SELECT seq, run_at, priority FROM tinyq_jobs WHERE ready = 0 AND namespace = ? AND run_at <= ? "
+    "ORDER BY run_at, priority DESC LIMIT ?))"
 )
 DUE_ALIKE: Final = (  # whether those are of one lane, and nothing about any of them concerns the claim
     "SELECT min(lane) = max(lane) AND min(lane) <> 0 "
@@ -4818,6 +4820,8 @@ def gated_rows(db: sqlite3.Connection, lane: Lane, most: int) -> list[Any]:
 
 LONG_WINDOW: Final = 100_000  # microseconds that what waits for others to go with is left where it is
 SHARED_OUT: Final = 100  # jobs; fewer go to whoever comes first
+BLOCK: Final = 32  # rows, which take some pages
+MANY_BLOCKS: Final = 32  # so many can be shared out evenly
 FRESH_FOR: Final = 10_000  # microseconds that due jobs are left for the others; then whoever has room may have them
 
 
@@ -5024,7 +5028,7 @@ def just_due(db: sqlite3.Connection, namespace: str, room: Room, share: Share, f
     """None if the claim index is needed: for limits, for rows without a lane, or where some have been lost before. The answer of
     the claim if all of them wait for others to go with, so that they need not be read yet."""
     some = (namespace, share.now, room.comes_due)
-    count, since, alike, first = db.execute(DUE_SPAN, some).fetchone()
+    count, since, alike, span, first = db.execute(DUE_SPAN, some).fetchone()
     if (terms := room.terms.get(first)) is not None and 0 < terms.window <= LONG_WINDOW and not terms.limited:
         ripe_at = terms.ripe_at([since], count)
         if ripe_at > share.now and count < room.comes_due and db.execute(DUE_ALIKE, some).fetchone()[0]:
@@ -5032,7 +5036,8 @@ def just_due(db: sqlite3.Connection, namespace: str, room: Room, share: Share, f
             return Claimed((), soonest(ripe_at, upcoming), True, room.paused, frozenset(terms.names[:1]))
     since += min(terms.window, LONG_WINDOW) if terms is not None else 0
     parts, part = share.part(db, namespace, count, since) if alike else (1, 0)
-    rows = rows_of(db, DUE_NOW, (namespace, share.now, parts, part, room.comes_due))
+    block = BLOCK if span and span >= MANY_BLOCKS * BLOCK else 1
+    rows = rows_of(db, DUE_NOW, (namespace, share.now, block, parts, part, room.comes_due))
     jobs: dict[int, list[Any]] = {}  # by lane
     for row in rows:
         jobs.setdefault(row[12], []).append(row)
@@ -7604,8 +7609,8 @@ async def call_batch(
 
 
 def outcomes_of(call: BatchCall, outcome: Outcome, count: int) -> Sequence[Outcome]:
-    """One for each of so many items: what the handler said of it, or of all. A call that has failed says nothing of any one of them: they
-    are to run singly. (But if it was one alone, or the error says how long to wait, that is what happened to each.)"""
+    """One for each of so many items: what the handler said of it, or of all. A call that has failed says nothing of any one of
+    them: they are to run singly. (But if it was one alone, or the error says how long to wait, that is what happened to each.)"""
     if outcome.kind == "done" and outcome.value is not None:
         values = outcome.value
         if isinstance(values, (list, tuple)) and len(values) == count:
@@ -8387,7 +8392,8 @@ class Crew:
         handles = bool(self.live)
         for job, outcome, change in batch:
             state, ran = states.get(change.seq), change.ran
-            if outcome is DONE and not handles and (state is IS_PENDING if ran else state is IS_DONE and not change.keep):
+            moved_on = state is IS_PENDING  # of a recurring job, as it is done
+            if outcome is DONE and not handles and (moved_on or (state is IS_DONE and not (change.keep or ran))):
                 self.running.pop(job.id, None)  # nobody here asks for it
                 if ran and (ran.missed or now - ran.started > interval_of(ran.recurrence)[0]):
                     self._note_ran(job, ran, now)

@@ -950,7 +950,7 @@ async def test_no_statement_of_daily_work_scans_the_jobs(watched: SQLiteStore, s
         ("EDGES", ("default",), "tinyq_later (namespace=?)"),
         ("EDGES", ("default",), "SEARCH tinyq_jobs USING INDEX tinyq_claim"),
         ("EDGES", ("default",), "SEARCH tinyq_jobs USING INDEX tinyq_fragile"),
-        ("DUE_NOW", ("default", NOW, 1, 0, 500), "tinyq_later (namespace=? AND run_at<?)"),
+        ("DUE_NOW", ("default", NOW, 1, 1, 0, 500), "tinyq_later (namespace=? AND run_at<?)"),
         ("UPCOMING", ("default", NOW), "tinyq_later (namespace=? AND run_at>?)"),
         ("OVERLAP", ("default", "s1"), "tinyq_occurrences (namespace=? AND schedule=?)"),
     ],
