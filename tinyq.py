@@ -7309,7 +7309,7 @@ def called_in_child(
     if isinstance(handler, Handler):  # it has been decorated
         found = handler.fn
     args, kwargs = pickle.loads(call)
-    tier = Tier(store=MemoryStore(), durable=False, tasks={}, wake=Sharp())  # of which it knows nothing here
+    tier = Tier(store=MemoryStore(), durable=False, tasks={}, wake=asyncio.Event())  # of which it knows nothing here
     _current.set(cast(Running, JobRow(**row, tier=tier, to_parent=to_parent)))
     value = found(*args, **kwargs)
     return asyncio.run(result_of(value)) if inspect.isawaitable(value) else value
@@ -8810,8 +8810,9 @@ class Scheduler:
 
     def is_busy(self, now: int) -> bool:
         """Whether a fire time is due, or is being turned into a job."""
-        waits = any(moment > periodic.next <= now and not periodic.ended for moment, _, periodic in self._heap)
-        return waits or self._under_way or self.is_due(now)
+        if self._under_way or self.is_due(now):
+            return True
+        return any(moment > periodic.next <= now and not periodic.ended for moment, _, periodic in self._heap)
 
     def pass_over(self, now: int) -> None:
         """Go on as if what has come due by now had never been meant to fire."""
@@ -8934,20 +8935,23 @@ class Scheduler:
                 self._push(periodic)
             raise
         self._tier.wake.set()
-        for periodic, latest, chosen, _ in due:
+        late: list[tuple[Periodic, int, int]] = []
+        for periodic, latest, chosen, missed in due:
             found = [next(answers) for _ in chosen]
             if found and found[0].verdict == "overlap" and found[0].row.overlap == "wait":
-                self._try_again(periodic, latest, now)
+                self._try_again(periodic, now)
                 continue
             periodic.forced = False
             for moment, answer in zip(chosen, found, strict=True):
                 self._note(periodic, moment, answer, now)
             self._rearm(periodic, latest)
-        self._note_missed([(periodic, missed, now - latest) for periodic, latest, _, missed in due if missed])
+            if missed:
+                late.append((periodic, missed, now - latest))
+        self._note_missed(late)
 
-    def _try_again(self, periodic: Periodic, moment: int, now: int) -> None:
-        """A run is not over: soon if it has just begun, since most are short."""
-        periodic.arm(moment - 1)
+    def _try_again(self, periodic: Periodic, now: int) -> None:
+        """A run is not over: soon if it has just begun, since most are short. Fire times that come to be too late are counted when
+        it is."""
         pause = min(POLL * 1e6, max(TURN * 1e6, (now - periodic.begun) / 4))
         heapq.heappush(self._heap, (now + round(pause), next(self._order), periodic))
 

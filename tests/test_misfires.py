@@ -182,6 +182,22 @@ async def test_missed_fire_times_wait_for_a_run_of_a_process_that_is_still_there
     await asyncio.gather(stopping, stopped_at_once(coming, clock))
 
 
+async def test_what_comes_to_be_too_late_while_it_waits_for_a_run_is_told_in_one_line(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    notes = Notes(clock, 30)
+    q = scheduled(clock, notes, 1, misfire="all", misfire_grace=20)
+    await q.start()
+    await clock.advance(0.5)
+    clock.block(10)
+    with caplog.at_level(logging.WARNING, "tinyq"):
+        await clock.advance(35)
+    assert notes.fires[0] == 1
+    [line] = [line for line in caplog.messages if "missed" in line]
+    assert line == "schedule tick missed 9 fire times: it was 19.0 s late"
+    await stopped_at_once(q, clock)
+
+
 async def test_drain_runs_what_was_missed_to_the_last(clock: FakeClock, notes: Notes) -> None:
     q = scheduled(clock, notes, 10, misfire="all")
     await q.start()
