@@ -3649,7 +3649,6 @@ class MemoryStore:
                 superseded = sum(self._supersede(run, now) for run in fires.runs()) > 0  # all of them, not the first
                 if row.overlap == "skip" and fires.runs():
                     return Inserted(row, "overlap")
-            fires.note(row)
         held = False
         if row.recurrence is not None and (known := next(filter(None, self._same_key(row)), None)):
             return Inserted(known, self._reschedule(known, row, now))
@@ -3668,6 +3667,8 @@ class MemoryStore:
             if existing is not None:
                 return Inserted(existing, "existing")
             held = action == "hold"
+        if row.schedule is not None:
+            self._schedules[row.schedule].note(row)
         row.seq = next(self._seq)
         self._add(row)
         self._become_pending(row, now, HELD if held else None)
@@ -8717,6 +8718,10 @@ class Periodic(Record):
     since: int = 0  # up to here fire times are dealt with
     next: int = 0
     begun: int = 0  # when its last run was seen to begin, here or elsewhere
+    late: Sequence[int] = ()  # what has been missed and is run one after another
+    dropped: int = 0  # how many of these came to be too late meanwhile
+    order: int = -1  # of its entry in the heap
+    watched: bool = False  # its run, for whose end it waits
     forced: bool = False  # its first run is due however late it is
     ended: bool = False  # removed, stood down, or broken
     paused: bool = False
@@ -8757,13 +8762,19 @@ class Periodic(Record):
     def choose(self, now: int) -> tuple[int, list[int], int]:
         """Up to which fire time this deals with those that have passed, which are to be run, and how many are missed."""
         if now - self.next < self.prompt:
-            return self.next, [self.next], 0
-        latest, chosen, missed = choose(self.rule, self.misfire, self.grace, self.since, now)
-        if self.forced and not chosen and latest > self.since:
-            return latest, [latest], missed - 1
-        if self.overlap != "allow" and len(chosen) > 1:  # one after another
-            return chosen[0], chosen[:1], missed
-        return latest, chosen, missed
+            return self.next, [self.next], self.dropped
+        late = [moment for moment in self.late if self.since < moment <= now]  # later ones: the clock has been set back
+        if not late:
+            latest, late, missed = choose(self.rule, self.misfire, self.grace, self.since, now)
+            if self.forced and not late and latest > self.since:
+                return latest, [latest], missed - 1
+            if self.overlap == "allow" or len(late) < 2:
+                self.late = ()
+                return latest, late, missed + self.dropped
+            self.dropped += missed
+        self.late = [moment for moment in late if now - moment < longest_delay(self.rule, self.grace, moment)]
+        self.dropped += len(late) - len(self.late)
+        return (self.late or late[-1:])[0], self.late[:1], self.dropped
 
     def waits_its_turn(self, moment: int) -> bool:
         """Whether this fire time is not for overlap to skip: it had been missed before the last run began."""
@@ -8771,7 +8782,7 @@ class Periodic(Record):
 
 
 AT_A_TIME: Final = 50  # starts in one turn of the loop: few enough that most are over before the garbage collector comes
-TURN: Final = 0.01  # seconds until a fire time that waits for a run to end is tried again; later up to POLL
+TURN: Final = 0.001  # seconds until a fire time that waits for a run which is not here is tried again, at first
 
 
 class Scheduler:
@@ -8783,14 +8794,16 @@ class Scheduler:
         clock: Clock,
         make_row: Callable[[Periodic, int], JobRow],
         start: Callable[[Periodic, int], bool] | None = None,
+        watch: Callable[[str, Callable[[object], None]], bool] | None = None,
     ) -> None:
-        """`make_row`: for this fire time. `start`: the run of the next fire time at once, if it need not wait for anything."""
+        """`make_row`: for this fire time. `start`: the run of the next fire time at once, if it need not wait for anything.
+        `watch`: hear of the end of a schedule's run, if that is here."""
         self.wake = Sharp()
         self.firing = True
         self._tier = tier
         self._clock = clock
         self._make_row = make_row
-        self._start = start
+        self._start, self._watch = start, watch
         self._heap: list[tuple[int, int, Periodic]] = []
         self._new: list[Periodic] = []
         self._order = itertools.count()
@@ -8812,7 +8825,8 @@ class Scheduler:
         """Whether a fire time is due, or is being turned into a job."""
         if self._under_way or self.is_due(now):
             return True
-        return any(moment > periodic.next <= now and not periodic.ended for moment, _, periodic in self._heap)
+        waiting = (periodic for moment, _, periodic in self._heap if moment > periodic.next <= now and not periodic.ended)
+        return any(now - periodic.begun < ON_TIME * 1e6 for periodic in waiting)  # else what it waits for may not end here
 
     def pass_over(self, now: int) -> None:
         """Go on as if what has come due by now had never been meant to fire."""
@@ -8822,11 +8836,13 @@ class Scheduler:
         self._sort()
 
     def _sort(self) -> None:
-        self._heap = [(periodic.next, order, periodic) for _, order, periodic in self._heap]
+        self._heap = [(periodic.next, order, periodic) for _, order, periodic in self._heap if order == periodic.order]
         heapq.heapify(self._heap)
 
-    def _push(self, periodic: Periodic) -> None:
-        heapq.heappush(self._heap, (periodic.next, next(self._order), periodic))
+    def _push(self, periodic: Periodic, moment: int | None = None) -> None:
+        """In place of the entry that it may have, which is dropped when it comes up."""
+        periodic.order = next(self._order)
+        heapq.heappush(self._heap, (periodic.next if moment is None else moment, periodic.order, periodic))
 
     async def step(self, now: int) -> float:
         await self._notice_step_back(now)
@@ -8847,6 +8863,8 @@ class Scheduler:
         back, self._drift = self._drift - drift, drift
         if not STEP < back < math.inf:
             return
+        for _, _, periodic in self._heap:
+            periodic.begun = min(periodic.begun, now - 1)
         for _, _, periodic in self._heap if not self._tier.durable else ():
             if isinstance(periodic.rule, Every) and periodic.next - now > periodic.rule.period:
                 await self._tier.store.undefine(periodic.name)
@@ -8900,48 +8918,50 @@ class Scheduler:
         due: list[tuple[Periodic, int, list[int], int]] = []
         rows: list[JobRow] = []
         started, start = 0, self._start
-        while self.firing and self._heap and self._heap[0][0] <= now and started < AT_A_TIME:
-            periodic = self._heap[0][2]
-            if start is not None and now - periodic.next < periodic.prompt and not periodic.ended and start(periodic, now):
-                self._go_on(periodic, now)
-                started += 1
-                continue
-            heapq.heappop(self._heap)
-            if periodic.ended:
-                continue
-            try:
-                latest, chosen, missed = periodic.choose(now)
-                made = [self._make_row(periodic, moment) for moment in chosen]
-            except Exception as error:
-                self._give_up(periodic, error)
-                continue
-            due.append((periodic, latest, chosen, 0 if periodic.paused else missed))
-            rows += made
+        try:
+            while self.firing and self._heap and self._heap[0][0] <= now and started < AT_A_TIME:
+                _, order, periodic = self._heap[0]
+                usual = order == periodic.order and not (periodic.ended or periodic.dropped)
+                if usual and start is not None and now - periodic.next < periodic.prompt and start(periodic, now):
+                    self._go_on(periodic, now)
+                    started += 1
+                    continue
+                heapq.heappop(self._heap)
+                if order != periodic.order or periodic.ended:
+                    continue
+                try:
+                    latest, chosen, missed = periodic.choose(now)
+                    made = [self._make_row(periodic, moment) for moment in chosen]
+                except Exception as error:
+                    self._give_up(periodic, error)
+                    continue
+                due.append((periodic, latest, chosen, 0 if periodic.paused else missed))
+                rows += made
+            answers = await self._tier.store.insert(rows, now) if rows else ()
+        except BaseException:
+            for periodic, *_ in due:  # the fire time is still the next one
+                self._push(periodic)
+            raise
         if due:
-            await self._insert(due, rows, now)
+            self._tier.wake.set()
+            self._note_all(due, iter(answers), now)
 
     def _go_on(self, periodic: Periodic, now: int) -> None:
         """The first of the heap has been started for its next fire time."""
         periodic.last, periodic.begun, periodic.forced = periodic.next, now, False
         periodic.fired += 1
         periodic.arm(periodic.next)  # an interval, so it does not fail
-        heapq.heapreplace(self._heap, (periodic.next, next(self._order), periodic))
+        periodic.order = next(self._order)
+        heapq.heapreplace(self._heap, (periodic.next, periodic.order, periodic))
 
-    async def _insert(self, due: Sequence[tuple[Periodic, int, list[int], int]], rows: Sequence[JobRow], now: int) -> None:
-        try:
-            answers = iter(await self._tier.store.insert(rows, now) if rows else ())
-        except BaseException:
-            for periodic, *_ in due:  # the fire time is still the next one
-                self._push(periodic)
-            raise
-        self._tier.wake.set()
+    def _note_all(self, due: Sequence[tuple[Periodic, int, list[int], int]], answers: Iterator[Inserted], now: int) -> None:
         late: list[tuple[Periodic, int, int]] = []
         for periodic, latest, chosen, missed in due:
             found = [next(answers) for _ in chosen]
             if found and found[0].verdict == "overlap" and found[0].row.overlap == "wait":
-                self._try_again(periodic, now)
+                self._wait_turn(periodic, now)
                 continue
-            periodic.forced = False
+            periodic.forced, periodic.dropped = False, 0
             for moment, answer in zip(chosen, found, strict=True):
                 self._note(periodic, moment, answer, now)
             self._rearm(periodic, latest)
@@ -8949,11 +8969,18 @@ class Scheduler:
                 late.append((periodic, missed, now - latest))
         self._note_missed(late)
 
-    def _try_again(self, periodic: Periodic, now: int) -> None:
-        """A run is not over: soon if it has just begun, since most are short. Fire times that come to be too late are counted when
-        it is."""
-        pause = min(POLL * 1e6, max(TURN * 1e6, (now - periodic.begun) / 4))
-        heapq.heappush(self._heap, (now + round(pause), next(self._order), periodic))
+    def _wait_turn(self, periodic: Periodic, now: int) -> None:
+        """A run is not over: try again when it is; if it is not here, soon, and then more and more seldom."""
+        if not periodic.watched and self._watch is not None:
+            periodic.watched = self._watch(periodic.name, functools.partial(self._take_turn, periodic))
+        pause = 1e6 if periodic.watched else min(1e6, max(TURN * 1e6, (now - periodic.begun) / 4))
+        self._push(periodic, now + round(pause))
+
+    def _take_turn(self, periodic: Periodic, ended: object = None) -> None:
+        periodic.watched, now = False, self._clock.time()
+        if periodic.next <= now and not periodic.ended:
+            self._push(periodic, now)
+            self.wake.set()
 
     @staticmethod
     def _note_missed(late: Sequence[tuple[Periodic, int, int]]) -> None:
@@ -8977,7 +9004,7 @@ class Scheduler:
             case "overlap" | "existing":
                 periodic.last = moment
                 periodic.skipped += 1
-                took, period = now - max(periodic.begun, moment - periodic.period), periodic.period
+                took, period = now - periodic.begun, periodic.period
                 if answer.verdict == "overlap" and 0 < period <= took and self._spells.begins(periodic.name, period / 1e6):
                     tell_slow(f"schedule {periodic.name}", took / 1e6, period / 1e6, 'overlap="skip"')
                 log.info("schedule %s skips %s: its last run is not over", periodic.name, as_datetime(moment))
@@ -9891,7 +9918,7 @@ class Engine(Inquiries):
     def _begin_tier(self, tier: Tier) -> None:
         name = "durable" if tier.durable else "best-effort"
         start = None if tier.durable else self._fire_at_once
-        self.schedulers[tier.durable] = Scheduler(tier, self.clock, self.occurrence, start)
+        self.schedulers[tier.durable] = Scheduler(tier, self.clock, self.occurrence, start, self._watch_run)
         self._begin(f"{name} schedules", self.schedulers[tier.durable].step, self.schedulers[tier.durable].wake)
         self._begin(f"{name} claims", functools.partial(self._claim, tier), tier.wake)
         upkeep = self._upkeep if tier.durable else self.crew.retention
@@ -9950,7 +9977,7 @@ class Engine(Inquiries):
         if settings.delay or row.durable:
             row.run_at = later(fire_time, settings.delay)
         if by_hand:
-            row.by_hand = True
+            row.by_hand, schedule.begun = True, row.created
         elif schedule.overlap != "skip" or schedule.misfire == "all":
             row.overlap = "wait" if schedule.waits_its_turn(fire_time) else schedule.overlap
             if schedule.overlap == "queue":  # which is what a key does: at most one pending behind the one that runs
@@ -9969,6 +9996,17 @@ class Engine(Inquiries):
             return False
         self.memory_store.adopt(row)
         self.crew.start(self.memory, row, handler, settings)
+        return True
+
+    def _watch_run(self, schedule: str, then: Callable[[object], None]) -> bool:
+        run = next((job for job in self.crew.running.values() if job.schedule == schedule), None)
+        if run is None:
+            return False
+        waiter = self.loop.create_future()
+        waiter.add_done_callback(then)
+        run.waiters = [*(run.waiters or ()), waiter]
+        if run.durable:
+            self.crew.live[run.id] = run  # else nobody is told of its end
         return True
 
     def quiesce(self) -> None:

@@ -12,6 +12,7 @@ import pytest
 from clock import FakeClock
 from helpers import Notes, eventually, rows, stats_of, stopped_at_once
 
+import tinyq
 from tinyq import Every, Retry, State, TinyQ
 
 
@@ -182,6 +183,126 @@ async def test_missed_fire_times_wait_for_a_run_of_a_process_that_is_still_there
     await asyncio.gather(stopping, stopped_at_once(coming, clock))
 
 
+@pytest.mark.parametrize("durable", [False, True])
+async def test_a_schedule_that_is_nearly_always_busy_catches_up_after_a_delay(
+    clock: FakeClock, file: Path, durable: bool
+) -> None:
+    notes = Notes(clock, 0.93)
+    q = scheduled(clock, notes, 1, file if durable else None, misfire="all")
+    await q.start()
+    await eventually(lambda: len(notes.fires) == 2, clock, 0.01)
+    clock.block(4.5)
+    await eventually(lambda: len(notes.fires) == 5, clock, 0.01)
+    behind = notes.starts[-1] - notes.fires[-1]
+    await eventually(lambda: len(notes.fires) == 30, clock, 0.01)
+    assert notes.starts[-1] - notes.fires[-1] < behind - 0.5
+    await stopped_at_once(q, clock)
+
+
+async def test_a_missed_fire_time_does_not_wait_for_one_that_was_answered_with_the_job_that_waits(clock: FakeClock) -> None:
+    notes = Notes(clock, 35)
+    q = scheduled(clock, notes, 10, misfire="all", overlap="queue", misfire_grace=600)
+    await q.start()
+    await eventually(lambda: len(notes.fires) == 1, clock, 1)
+    await clock.advance(30)  # 20 waits, 30 and 40 are skipped
+    notes.seconds = 1
+    await clock.advance(20)
+    clock.block(35)
+    before = len(notes.fires)
+    await clock.advance(60)
+    assert notes.fires[before - 1 :] == [60, 70, 80, 90, 100, 110, 120, 130, 140, 150]
+    await stopped_at_once(q, clock)
+
+
+async def test_drain_does_not_wait_for_fire_times_behind_a_run_that_cannot_start(clock: FakeClock, notes: Notes) -> None:
+    q = scheduled(clock, notes, 10, misfire="all", misfire_grace=86_400)
+    await q.start()
+    await q.pause("default")
+    await clock.advance(1)
+    clock.block(34)
+    await clock.advance(0)
+    draining = asyncio.ensure_future(q.drain())
+    await clock.advance(2)
+    await eventually(draining.done)
+    assert notes.fires == []
+    await stopped_at_once(q, clock)
+
+
+async def test_catching_up_reckons_the_missed_fire_times_once(
+    clock: FakeClock, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = scheduled(clock, notes, 10, misfire="all", misfire_grace=86_400)
+    await q.start()
+    await clock.advance(1)
+    clock.block(2000)
+    real, reckoned = Every.passed, list[int]()
+
+    def passed(rule: Every, since: int, now: int, most: int) -> tuple[int, list[int]]:
+        reckoned.append(most)
+        return real(rule, since, now, most)
+
+    monkeypatch.setattr(Every, "passed", passed)
+    await eventually(lambda: len(notes.fires) == 200, clock, 0.01)
+    assert len(reckoned) < 5
+    await q.stop()
+
+
+async def test_after_the_clock_was_set_back_a_fire_time_during_a_run_is_skipped_again(clock: FakeClock) -> None:
+    notes = Notes(clock, 25)
+    q = scheduled(clock, notes, 10, misfire="all")
+    await q.start()
+    await clock.advance(11)
+    clock.step_wall(-3600)
+    await clock.advance(80)
+    assert stats_of(q).skipped >= 4
+    assert stats_of(q).missed == 0
+    await stopped_at_once(q, clock)
+
+
+async def test_a_run_that_cannot_be_started_costs_the_other_schedules_nothing(clock: FakeClock) -> None:
+    runs: list[str] = []
+    failing = [""]
+
+    def make(loop: asyncio.AbstractEventLoop, run: Any, **named: Any) -> asyncio.Task[Any]:
+        if run.__name__ == "call_handler" and run.cr_frame.f_locals["job"].task == failing[0]:
+            failing[0] = ""
+            run.close()
+            raise RuntimeError("no task")
+        return asyncio.Task(run, loop=loop, **named)
+
+    q = TinyQ(clock=clock)
+    for name, overlap in (("a", "queue"), ("b", "skip"), ("c", "skip")):
+
+        @q.every(10, name=name, overlap=overlap)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        async def tick() -> None:
+            job = tinyq.current_job()
+            runs.append(job.task)
+
+    await q.start()
+    await clock.advance(11)
+    loop = asyncio.get_running_loop()
+    loop.set_task_factory(make)  # pyright: ignore[reportArgumentType]
+    failing[0] = "b"
+    await clock.advance(30)
+    loop.set_task_factory(None)
+    assert runs.count("a") == runs.count("c") == 4
+    await stopped_at_once(q, clock)
+
+
+async def test_a_run_by_hand_before_a_fire_time_does_not_count_as_long(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    notes = Notes(clock, 4)
+    q = scheduled(clock, notes, 10)
+    await q.start()
+    await clock.advance(18)
+    await (await q.schedules())[0].run_now()
+    await clock.advance(10)
+    assert stats_of(q).skipped == 1
+    assert caplog.messages == []
+    await stopped_at_once(q, clock)
+
+
 async def test_what_comes_to_be_too_late_while_it_waits_for_a_run_is_told_in_one_line(
     clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,7 +315,7 @@ async def test_what_comes_to_be_too_late_while_it_waits_for_a_run_is_told_in_one
         await clock.advance(35)
     assert notes.fires[0] == 1
     [line] = [line for line in caplog.messages if "missed" in line]
-    assert line == "schedule tick missed 9 fire times: it was 19.0 s late"
+    assert line == "schedule tick missed 9 fire times: it was 20.5 s late"
     await stopped_at_once(q, clock)
 
 
