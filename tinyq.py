@@ -1302,7 +1302,17 @@ SELDOM: Final = 0.05  # who waits for longer than that may turn the loop for the
 
 
 class Sharp(asyncio.Event):
-    """Whoever waits for this with a timer wants to be there to the millisecond."""
+    """Whoever waits for this with a timer wants to be there to the millisecond. `meet`: what he does from so many seconds before
+    the time, on the loop's clock, that he is told of; else he turns the loop."""
+
+    def __init__(self, meet: Callable[[float], Awaitable[object]] | None = None, early: float = TIMERS_LATE) -> None:
+        super().__init__()
+        self.meet, self.early = meet or self.turn_until, early
+
+    async def turn_until(self, due: float) -> None:
+        now = asyncio.get_running_loop().time
+        while now() < due and not self.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
 
 class SystemClock:
@@ -1318,14 +1328,13 @@ class SystemClock:
         if wake.is_set() or seconds <= 0:
             await asyncio.sleep(0)  # a loop that is never idle lets the others run all the same
             return
-        now, early = asyncio.get_running_loop().time, TIMERS_LATE if seconds > SELDOM and isinstance(wake, Sharp) else 0.0
-        due = now() + seconds
+        due, sharp = asyncio.get_running_loop().time() + seconds, wake if seconds > SELDOM and isinstance(wake, Sharp) else None
         try:
-            async with asyncio.timeout_at(None if seconds == math.inf else due - early):
+            async with asyncio.timeout_at(None if seconds == math.inf else due - (sharp.early if sharp else 0.0)):
                 await wake.wait()
         except TimeoutError:
-            while early and now() < due and not wake.is_set():  # noqa: ASYNC110
-                await asyncio.sleep(0)
+            if sharp:
+                await sharp.meet(due)
 
 
 def later(moment: int, seconds: float) -> int:
@@ -8183,6 +8192,16 @@ class Crew:
         if self._watch is None:
             self._watch_loop(first=True)
 
+    def start_here(self, tier: Tier, row: JobRow, handler: Handler, settings: Settings) -> Awaitable[None]:
+        """Run it in the task that calls this, which is made like one of its own, and awaits the answer."""
+        job = self._enter(tier, row, handler, settings)
+        job.deadline = self._until(settings)
+        self._slots.give(job, -1)
+        job.runner = asyncio.current_task()
+        if self._watch is None:
+            self._watch_loop(first=True)
+        return call_handler(job, self.threads, self._clock, self._ends)
+
     def _enter(self, tier: Tier, row: JobRow, handler: Handler, settings: Settings, refused: Outcome | None = None) -> Running:
         """A claimed row that runs from now on."""
         job: Running = row  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
@@ -8793,22 +8812,26 @@ class Scheduler:
         tier: Tier,
         clock: Clock,
         make_row: Callable[[Periodic, int], JobRow],
-        start: Callable[[Periodic, int], bool] | None = None,
         watch: Callable[[str, Callable[[object], None]], bool] | None = None,
+        start: Callable[[Periodic, int], bool] | None = None,
+        start_here: Callable[[Periodic, int], Awaitable[None] | None] | None = None,
     ) -> None:
-        """`make_row`: for this fire time. `start`: the run of the next fire time at once, if it need not wait for anything.
-        `watch`: hear of the end of a schedule's run, if that is here."""
-        self.wake = Sharp()
+        """`make_row`: for this fire time. `watch`: hear of the end of a schedule's run, if that is here. `start`: the run of the
+        next fire time at once, if it need not wait for anything. `start_here`: the same in the task that calls this, which awaits
+        the answer."""
+        # Earlier than others: in a process that has slept, a step takes up to a millisecond, five times as long as usual.
+        self.wake = Sharp(self._meet, early=TIMERS_LATE + 0.001)
         self.firing = True
         self._tier = tier
         self._clock = clock
         self._make_row = make_row
-        self._start, self._watch = start, watch
+        self._start, self._start_here, self._watch = start, start_here, watch
         self._heap: list[tuple[int, int, Periodic]] = []
         self._new: list[Periodic] = []
         self._order = itertools.count()
         self._spells = Spells(clock)
         self._under_way = False
+        self._ready = set[asyncio.Task[None]]()  # the loop alone would not keep them
         self._drift = math.inf  # by how much the wall clock is ahead of the steady one
 
     def add(self, periodic: Periodic, now: int) -> None:
@@ -8921,8 +8944,7 @@ class Scheduler:
         try:
             while self.firing and self._heap and self._heap[0][0] <= now and started < AT_A_TIME:
                 _, order, periodic = self._heap[0]
-                usual = order == periodic.order and not (periodic.ended or periodic.dropped)
-                if usual and start is not None and now - periodic.next < periodic.prompt and start(periodic, now):
+                if order == periodic.order and start is not None and self._is_usual(periodic, now) and start(periodic, now):
                     self._go_on(periodic, now)
                     started += 1
                     continue
@@ -8945,6 +8967,50 @@ class Scheduler:
         if due:
             self._tier.wake.set()
             self._note_all(due, iter(answers), now)
+
+    async def _meet(self, due: float) -> None:
+        """A little before the next fire time: have a task there in which its run may begin, and wait for that."""
+        if not self._heap or self._heap[0][0] - self._clock.time() > 2e6 * self.wake.early:
+            return  # it was only to look at the clock
+        if self._start_here is None:
+            await self.wake.turn_until(due)
+            return
+        periodic, decided = self._heap[0][2], cast("asyncio.Future[None]", asyncio.get_running_loop().create_future())
+        run = self._start_in_time(periodic, due, decided, self._start_here)
+        task = asyncio.create_task(run, name=periodic.handler.task_name, context=contextvars.Context())
+        self._ready.add(task)
+        task.add_done_callback(self._ready.discard)
+        await decided
+
+    async def _start_in_time(
+        self,
+        periodic: Periodic,
+        due: float,
+        decided: asyncio.Future[None],
+        start: Callable[[Periodic, int], Awaitable[None] | None],
+    ) -> None:
+        """Not before: until then it may be paused, say, or something else may take its slot. What has come in between is seen to
+        by the step that follows."""
+        latest, loop_time, run = due + TIMERS_LATE, asyncio.get_running_loop().time, None
+        try:
+            while (now := self._clock.time()) < periodic.next and loop_time() < latest and self.firing:
+                if self.wake.is_set():
+                    break
+                await asyncio.sleep(0)
+            first = bool(self._heap) and self._heap[0][1:] == (periodic.order, periodic)
+            if first and self._is_usual(periodic, now) and self.firing:
+                run = start(periodic, now)
+            if run is not None:
+                self._go_on(periodic, now)
+        finally:
+            if not decided.done():
+                decided.set_result(None)
+        if run is not None:
+            await run
+
+    @staticmethod
+    def _is_usual(periodic: Periodic, now: int) -> bool:
+        return not (periodic.ended or periodic.dropped) and 0 <= now - periodic.next < periodic.prompt
 
     def _go_on(self, periodic: Periodic, now: int) -> None:
         """The first of the heap has been started for its next fire time."""
@@ -9917,8 +9983,8 @@ class Engine(Inquiries):
 
     def _begin_tier(self, tier: Tier) -> None:
         name = "durable" if tier.durable else "best-effort"
-        start = None if tier.durable else self._fire_at_once
-        self.schedulers[tier.durable] = Scheduler(tier, self.clock, self.occurrence, start, self._watch_run)
+        start, start_here = (None, None) if tier.durable else (self._fire_at_once, self._fire_here)
+        self.schedulers[tier.durable] = Scheduler(tier, self.clock, self.occurrence, self._watch_run, start, start_here)
         self._begin(f"{name} schedules", self.schedulers[tier.durable].step, self.schedulers[tier.durable].wake)
         self._begin(f"{name} claims", functools.partial(self._claim, tier), tier.wake)
         upkeep = self._upkeep if tier.durable else self.crew.retention
@@ -9985,18 +10051,29 @@ class Engine(Inquiries):
         return row
 
     def _fire_at_once(self, schedule: Periodic, now: int) -> bool:
+        row = self._fired(schedule, now)
+        if row is not None:
+            self.crew.start(self.memory, row, schedule.handler, cast(Settings, schedule.settings))
+        return row is not None
+
+    def _fire_here(self, schedule: Periodic, now: int) -> Awaitable[None] | None:
+        row = self._fired(schedule, now)
+        settings = cast(Settings, schedule.settings)
+        return None if row is None else self.crew.start_here(self.memory, row, schedule.handler, settings)
+
+    def _fired(self, schedule: Periodic, now: int) -> JobRow | None:
+        """The next run of a schedule, if nothing keeps it from starting at once."""
         handler, settings = schedule.handler, schedule.settings
         if settings is None or not settings.simple or schedule.overlap == "queue":
-            return False
+            return None
         if not self.crew.may_start(self.memory, settings.queue, handler, now):
-            return False
+            return None
         row = SimpleRow(handler, settings, (), now, None)
         row.schedule, row.fire_time, row.rule = handler.name, schedule.next, schedule.text
         if not self.memory_store.fire(row, schedule.next):
-            return False
+            return None
         self.memory_store.adopt(row)
-        self.crew.start(self.memory, row, handler, settings)
-        return True
+        return row
 
     def _watch_run(self, schedule: str, then: Callable[[object], None]) -> bool:
         run = next((job for job in self.crew.running.values() if job.schedule == schedule), None)

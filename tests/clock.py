@@ -7,6 +7,8 @@ from typing import Any
 
 import aiosqlite
 
+from tinyq import SELDOM, Sharp
+
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 PATIENCE = 0.5  # real seconds that a move of the clock waits for threads: longer than they need, unless somebody holds them up
 
@@ -105,3 +107,20 @@ class FakeClock:
         """Let everything run that can run without time passing (in this loop; threads are not waited for)."""
         for _ in range(turns):
             await asyncio.sleep(0)
+
+
+class EarlyClock(FakeClock):
+    """As the real one does, it wakes a scheduler of best-effort work a little early, which then waits itself."""
+
+    overdue = 100.0  # real seconds after which it gives up
+
+    async def wait(self, wake: asyncio.Event, seconds: float) -> None:
+        if seconds <= SELDOM or not isinstance(wake, Sharp) or wake.meet == wake.turn_until:
+            await super().wait(wake, seconds)
+            return
+        await super().wait(wake, seconds - wake.early)
+        if wake.is_set():
+            return
+        stop = asyncio.ensure_future(super().wait(asyncio.Event(), wake.early))  # of `advance`, at that very moment
+        await wake.meet(asyncio.get_running_loop().time() + self.overdue)
+        stop.cancel()

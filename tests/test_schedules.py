@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-from clock import EPOCH, FakeClock
+from clock import EPOCH, EarlyClock, FakeClock
 from helpers import Notes, eventually, stopped_at_once
 
 import tinyq
@@ -222,6 +222,134 @@ async def test_an_added_schedule_with_a_nearer_time_is_not_kept_waiting(clock: F
     q.every(2, name="fast")(fast.tick)
     await clock.advance(5)
     assert fast.starts == [2, 4, 6]
+    await q.stop()
+
+
+BRIEFLY = 1 / 512  # seconds, which add up exactly: two milliseconds
+
+
+@pytest.fixture
+async def early() -> AsyncIterator[tuple[EarlyClock, Notes, TinyQ]]:
+    """One slot, and a schedule shortly before its fire time, for which its scheduler has got ready."""
+    clock = EarlyClock()
+    notes = Notes(clock)
+    q = TinyQ(clock=clock, behind_after=math.inf, concurrency=1)
+    q.every(10, name="tick")(notes.tick)
+    await q.start()
+    await clock.advance(10 - BRIEFLY)
+    yield clock, notes, q
+    await stopped_at_once(q, clock)
+
+
+def tasks_of(name: str) -> list[asyncio.Task[Any]]:
+    return [task for task in asyncio.all_tasks() if task.get_name() == name]
+
+
+async def test_a_run_has_its_task_before_the_fire_time_and_begins_at_it(early: tuple[EarlyClock, Notes, TinyQ]) -> None:
+    clock, notes, q = early
+    assert len(tasks_of("tinyq tick")) == 1
+    assert (notes.starts, (await schedule_stats(q)).fired, (await q.stats()).count()) == ([], 0, 0)
+    await clock.advance(BRIEFLY)
+    assert notes.starts == [10]
+    await clock.advance(25)
+    assert notes.starts == [10, 20, 30]
+    stats = await schedule_stats(q)
+    assert (stats.fired, stats.skipped, stats.missed, stats.next) == (3, 0, 0, NOON + timedelta(seconds=40))
+    assert tasks_of("tinyq tick") == []
+
+
+async def test_what_is_paused_shortly_before_its_fire_time_does_not_run(early: tuple[EarlyClock, Notes, TinyQ]) -> None:
+    clock, notes, q = early
+    [schedule] = await q.schedules()
+    await schedule.pause()
+    await clock.advance(5)
+    assert notes.starts == []
+    await schedule.resume()
+    await clock.advance(5 + BRIEFLY)
+    assert notes.starts == [20]
+
+
+async def test_what_is_removed_shortly_before_its_fire_time_does_not_run(early: tuple[EarlyClock, Notes, TinyQ]) -> None:
+    clock, notes, q = early
+    [schedule] = await q.schedules()
+    await schedule.remove()
+    await clock.advance(15)
+    assert notes.starts == []
+    assert tasks_of("tinyq tick") == []
+
+
+async def test_a_job_that_takes_the_slot_shortly_before_a_fire_time_is_waited_for(
+    early: tuple[EarlyClock, Notes, TinyQ],
+) -> None:
+    clock, notes, q = early
+    gate = asyncio.Event()
+
+    async def other() -> None:
+        await gate.wait()
+
+    job = await q.enqueue(q.task(other))
+    await clock.advance(1)
+    assert notes.starts == []
+    gate.set()
+    await job.result()
+    await clock.settle()
+    assert len(notes.starts) == 1
+
+
+async def test_a_stop_shortly_before_a_fire_time_runs_nothing_and_leaves_nothing(
+    early: tuple[EarlyClock, Notes, TinyQ],
+) -> None:
+    clock, notes, q = early
+    await stopped_at_once(q, clock)
+    assert (notes.starts, tasks_of("tinyq tick")) == ([], [])
+
+
+async def test_a_schedule_added_shortly_before_a_fire_time_waits_for_none(early: tuple[EarlyClock, Notes, TinyQ]) -> None:
+    clock, notes, q = early
+    ran: list[datetime] = []
+
+    async def other() -> None:
+        ran.append(clock.now())
+
+    q.every(10.0, offset=9.9995)(other)
+    await clock.advance(BRIEFLY)
+    assert ran == [NOON + timedelta(seconds=9.9995)]
+    assert notes.starts == [10]
+
+
+async def test_a_task_that_others_cancel_before_its_fire_time_costs_no_run(early: tuple[EarlyClock, Notes, TinyQ]) -> None:
+    clock, notes, _ = early
+    [task] = tasks_of("tinyq tick")
+    task.cancel()
+    await clock.advance(0.002)
+    assert len(notes.starts) == 1
+
+
+async def test_several_schedules_of_one_fire_time_all_begin_at_it() -> None:
+    clock = EarlyClock()
+    ran: list[tuple[datetime, int]] = []
+    q = TinyQ(clock=clock, behind_after=math.inf)
+
+    async def note(number: int) -> None:
+        ran.append((clock.now(), number))
+
+    for number in range(3):
+        q.every(10, name=str(number))(functools.partial(note, number))
+    await q.start()
+    await clock.advance(10)
+    assert sorted(ran) == [(NOON + timedelta(seconds=10), number) for number in range(3)]
+    await q.stop()
+
+
+async def test_a_clock_that_stands_still_before_a_fire_time_keeps_no_task_turning(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = EarlyClock()
+    monkeypatch.setattr(clock, "overdue", 0.0)
+    notes = Notes(clock)
+    q = await run(clock, notes, 10, 10 - BRIEFLY)
+    await eventually(lambda: not tasks_of("tinyq tick"))
+    assert notes.starts == []
+    await clock.advance(BRIEFLY)
+    assert notes.starts == [10]
     await q.stop()
 
 
