@@ -861,7 +861,7 @@ class JobRow:
 
     def but(self, **changes: Any) -> JobRow:
         """Another row, with these changes."""
-        told = {name: getattr(self, name) for name in ("id", "task", "queue", "priority", "run_at", *STARTED)}
+        told = {name: getattr(self, name) for name in ("id", "task", "queue", "priority", "run_at", "durable", *STARTED)}
         return JobRow(**{**told, **self.__dict__, **changes})
 
     def stop(self, why: Why) -> None:
@@ -900,6 +900,11 @@ class SimpleRow(JobRow):
 
 class ClaimedRow(JobRow):
     """A durable job as a claim has read it. What it has got by the time it has run is something else than what a new job gets."""
+
+    durable = True
+    state = State.RUNNING
+    attempts = 1
+    claim_no = 1
 
 
 def shape(row: JobRow, *names: str) -> None:
@@ -5098,8 +5103,7 @@ def take(db: sqlite3.Connection, namespace: str, choice: Choice, worker: str, le
         row: JobRow = object.__new__(ClaimedRow)  # (an update of its `vars` would give each a dictionary of its own)
         rows[values[0]] = row
         row.seq, row.id, row.task, row.queue, row.priority, row.run_at, row.created, row.payload = values[:8]
-        row.durable, row.state, row.worker, row.lease, row.started = True, IS_RUNNING, worker, lease, now
-        row.attempts = row.claim_no = 1
+        row.worker, row.lease, row.started = worker, lease, now
         if choice.recurring:
             row.key, row.recurrence, row.fire_time, row.claim_no = values[8:12]
             row.claim_no += 1
@@ -7768,6 +7772,16 @@ def done_with(
     ))  # fmt: skip
 
 
+NOTHING_MORE: Final = (0, 0, 0, None, None, None, None, None, None, False, None, None, False)
+
+
+def just_done(row: JobRow) -> Settlement:
+    """The same for a job that has a short life behind it."""
+    if row.claim_no == 1 and row.ran is None:
+        return tuple.__new__(Settlement, (row.seq, 1, IS_DONE, row.run_at, row.attempts) + NOTHING_MORE)  # noqa: RUF005
+    return done_with(row)
+
+
 def done(row: JobRow, outcome: Outcome, settings: Settings, now: int) -> Settlement:
     result, reason, ttl = None, outcome.reason, settings.result_ttl
     if ttl > 0 and row.durable:
@@ -8016,7 +8030,7 @@ class Crew:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.memory = memory
-        self._ends, self._call_ends = self._over, self._call_over  # bound once
+        self._ends, self._call_ends, self._alike_ends = self._over, self._call_over, self._alike_over  # bound once
         self.running: dict[object, Running] = {}  # by tag
         self.tiers: list[Tier] = []
         self.handlers: Mapping[str, Handler] = {}
@@ -8136,7 +8150,7 @@ class Crew:
         kept = not tier.durable or bool(self.live)  # else no row has been here before
         if tier.durable:
             decode_together(rows, self.handlers)
-        for row in rows:
+        for row in rows if kept else rows[self._start_alike(tier, rows) :]:
             if (row.id if tier.durable else row) in self.running:  # it lost its lease here, and its thread has not ended yet
                 back.append(decide(row, Outcome("unstarted", delay=1.0), Settings(), now))
                 continue
@@ -8164,6 +8178,34 @@ class Crew:
                 self._start_call(tier, items[first : first + size])
         if back:
             await tier.store.settle(back, now)
+
+    def _start_alike(self, tier: Tier, rows: Sequence[JobRow]) -> int:
+        """Start the first durable jobs of a claim, as many as are plain: what `start` does for each is mostly done once for
+        all here. The answer is how many these are."""
+        running, slots, task, handler, settings, deadline, started = self.running, self._slots, "", None, None, 0.0, 0
+        ends = self._ends
+        for row in rows if tier.claiming else ():
+            if handler is None or row.task != task:
+                task, handler = row.task, self.handlers.get(row.task)
+                if handler is None or not handler.direct or handler.batch or handler.terms is not None or row.options:
+                    break
+                settings = handler.settings or self._settings_of(row, handler)
+                deadline, ends = self._until(settings), self._ends if settings.result_ttl > 0 else self._alike_ends
+            if row.options or row.lost or row.id in running:
+                break
+            running[row.id] = job = cast(Running, row)
+            job.handler, job.settings, job.tier, job.deadline = handler, cast(Settings, settings), tier, deadline
+            if slots.named:
+                slots.give(job, -1)
+            else:
+                slots.shared -= 1
+            run = call_handler(job, self.threads, self._clock, ends)
+            job.runner = self._create_task(run, name=handler.task_name, context=contextvars.Context())
+            started += 1
+        self.activity += started
+        if started and self._watch is None:
+            self._watch_loop(first=True)
+        return started
 
     def may_start(self, tier: Tier, queue: str, handler: Handler, now: int) -> bool:
         """Whether a job may start without having waited: a slot is free, and nobody waits for one."""
@@ -8301,7 +8343,7 @@ class Crew:
             if job.durable:
                 if not self._ended:  # else the next round knows already
                     self.settle_wake.set()
-                self._ended.append((job, DONE, done_with(job)))
+                self._ended.append((job, DONE, just_done(job)))
                 return
             self.memory.forget(job)
             del self.running[job]
@@ -8315,6 +8357,19 @@ class Crew:
         except Exception:
             log.exception("%s: a defect in tinyq; the job runs again when its lease ends", label(job))
             self.running.pop(job.tag, None)
+
+    def _alike_over(self, job: Running, outcome: Outcome) -> None:
+        """The same for what `_start_alike` has started."""
+        if outcome is not DONE or job.key is not None or self._slots.named:
+            self._over(job, outcome)
+            return
+        self._slots.shared += 1
+        if not self._slots.called and (self.tiers[0].hungry or self.tiers[-1].hungry):
+            self._call_hungry()
+        self._last, job.runner = job, None
+        if not self._ended:
+            self.settle_wake.set()
+        self._ended.append((job, DONE, just_done(job)))
 
     def _call_over(self, call: Running, outcome: Outcome) -> None:
         """A call for several jobs has ended: the same for each of them, with what came of the call for it."""
@@ -8338,7 +8393,7 @@ class Crew:
                 others.append(item)
                 continue
             item.in_handler, item.call, item.runner = False, None, None
-            ended.append((item, DONE, done_with(item)))
+            ended.append((item, DONE, just_done(item)))
         call.left -= len(items) - len(others)
         self._last = items[-1]
         if call.left == 0:
