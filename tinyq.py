@@ -8030,7 +8030,7 @@ class Crew:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.memory = memory
-        self._ends, self._call_ends, self._alike_ends = self._over, self._call_over, self._alike_over  # bound once
+        self._ends, self._call_ends, self._quick_ends = self._over, self._call_over, self._quick_over  # bound once
         self.running: dict[object, Running] = {}  # by tag
         self.tiers: list[Tier] = []
         self.handlers: Mapping[str, Handler] = {}
@@ -8190,7 +8190,7 @@ class Crew:
                 if handler is None or not handler.direct or handler.batch or handler.terms is not None or row.options:
                     break
                 settings = handler.settings or self._settings_of(row, handler)
-                deadline, ends = self._until(settings), self._ends if settings.result_ttl > 0 else self._alike_ends
+                deadline, ends = self._until(settings), self._ends if settings.result_ttl > 0 else self._quick_ends
             if row.options or row.lost or row.id in running:
                 break
             running[row.id] = job = cast(Running, row)
@@ -8234,15 +8234,35 @@ class Crew:
         if self._watch is None:
             self._watch_loop(first=True)
 
-    def start_here(self, tier: Tier, row: JobRow, handler: Handler, settings: Settings) -> Awaitable[None]:
-        """Run it in the task that calls this, which is made like one of its own, and awaits the answer."""
-        job = self._enter(tier, row, handler, settings)
-        job.deadline = self._until(settings)
-        self._slots.give(job, -1)
-        job.runner = asyncio.current_task()
+    def start_simple(
+        self, tier: Tier, row: SimpleRow, handler: Handler, settings: Settings, here: bool = False
+    ) -> Awaitable[None]:
+        """Store and run a new best-effort job, in one piece, since this is what most of them are. With `here`, in the task that
+        calls this, which is made like one of its own and awaits the answer."""
+        self.memory.adopt(row)
+        job: Running = row  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+        job.tier = tier
+        self.activity += 1
+        self.running[job] = job
+        deadline = job.deadline = self._clock.monotonic() + settings.timeout
+        if deadline < self._next_deadline:
+            self._next_deadline = deadline
+            self.deadline_wake.set()
+        if handler.in_thread or self._slots.named:
+            self._slots.give(job, -1)
+        else:
+            self._slots.shared -= 1
+        ends = self._quick_ends if handler.direct and settings.result_ttl <= 0 else self._ends
+        run = call_handler(job, self.threads, self._clock, ends)
+        if here:
+            job.runner = asyncio.current_task()
+        else:
+            context = contextvars.Context() if row.context is None else row.context
+            context = context.copy() if settings.retry.max_attempts > 1 else context  # as in `start`
+            job.runner = self._create_task(run, name=handler.task_name, context=context)
         if self._watch is None:
             self._watch_loop(first=True)
-        return call_handler(job, self.threads, self._clock, self._ends)
+        return run
 
     def _enter(self, tier: Tier, row: JobRow, handler: Handler, settings: Settings, refused: Outcome | None = None) -> Running:
         """A claimed row that runs from now on."""
@@ -8339,18 +8359,8 @@ class Crew:
         if job.lost:
             self._fragile.add(job.tag)
         usual = outcome is DONE and (job.key is None or (job.recurrence and job.durable)) and job.settings.result_ttl <= 0
-        if usual and not job.settings.shared:  # what most jobs come to, without the detour
-            if job.durable:
-                if not self._ended:  # else the next round knows already
-                    self.settle_wake.set()
-                self._ended.append((job, DONE, just_done(job)))
-                return
-            self.memory.forget(job)
-            del self.running[job]
-            if job.waiters:
-                self.tell(job, 0)
-            if not self.running:
-                self.idle.set()
+        if usual and not job.settings.shared:
+            self._done(job)
             return
         try:
             self._settle(job, outcome)
@@ -8358,18 +8368,31 @@ class Crew:
             log.exception("%s: a defect in tinyq; the job runs again when its lease ends", label(job))
             self.running.pop(job.tag, None)
 
-    def _alike_over(self, job: Running, outcome: Outcome) -> None:
-        """The same for what `_start_alike` has started."""
-        if outcome is not DONE or job.key is not None or self._slots.named:
+    def _quick_over(self, job: Running, outcome: Outcome) -> None:
+        """The same for one that is like most (`_start_alike`, `start_simple`), of which nothing is to be kept."""
+        slots = self._slots
+        if outcome is not DONE or job.key is not None or slots.named:
             self._over(job, outcome)
             return
-        self._slots.shared += 1
-        if not self._slots.called and (self.tiers[0].hungry or self.tiers[-1].hungry):
+        slots.shared += 1
+        if not slots.called and (self.tiers[0].hungry or self.tiers[-1].hungry):
             self._call_hungry()
         self._last, job.runner = job, None
-        if not self._ended:
-            self.settle_wake.set()
-        self._ended.append((job, DONE, just_done(job)))
+        self._done(job)
+
+    def _done(self, job: Running) -> None:
+        """What most jobs come to, without the detour."""
+        if job.durable:
+            if not self._ended:  # else the next round knows already
+                self.settle_wake.set()
+            self._ended.append((job, DONE, just_done(job)))
+            return
+        self.memory.forget(job)
+        del self.running[job]
+        if job.waiters:
+            self.tell(job, 0)
+        if not self.running:
+            self.idle.set()
 
     def _call_over(self, call: Running, outcome: Outcome) -> None:
         """A call for several jobs has ended: the same for each of them, with what came of the call for it."""
@@ -8868,19 +8891,18 @@ class Scheduler:
         clock: Clock,
         make_row: Callable[[Periodic, int], JobRow],
         watch: Callable[[str, Callable[[object], None]], bool] | None = None,
-        start: Callable[[Periodic, int], bool] | None = None,
-        start_here: Callable[[Periodic, int], Awaitable[None] | None] | None = None,
+        start: Callable[[Periodic, int, bool], Awaitable[None] | None] | None = None,
     ) -> None:
         """`make_row`: for this fire time. `watch`: hear of the end of a schedule's run, if that is here. `start`: the run of the
-        next fire time at once, if it need not wait for anything. `start_here`: the same in the task that calls this, which awaits
-        the answer."""
+        next fire time at once, or None if it has to wait for something; with True, in the task that calls this and awaits the
+        answer."""
         # Earlier than others: in a process that has slept, a step takes up to a millisecond, five times as long as usual.
         self.wake = Sharp(self._meet, early=TIMERS_LATE + 0.001)
         self.firing = True
         self._tier = tier
         self._clock = clock
         self._make_row = make_row
-        self._start, self._start_here, self._watch = start, start_here, watch
+        self._start, self._watch = start, watch
         self._heap: list[tuple[int, int, Periodic]] = []
         self._new: list[Periodic] = []
         self._order = itertools.count()
@@ -8995,15 +9017,13 @@ class Scheduler:
     async def _fire(self, now: int) -> None:
         due: list[tuple[Periodic, int, list[int], int]] = []
         rows: list[JobRow] = []
-        started, start = 0, self._start
+        started = 0
         try:
             while self.firing and self._heap and self._heap[0][0] <= now and started < AT_A_TIME:
-                _, order, periodic = self._heap[0]
-                if order == periodic.order and start is not None and self._is_usual(periodic, now) and start(periodic, now):
-                    self._go_on(periodic, now)
+                if self._start_first(now, False) is not None:
                     started += 1
                     continue
-                heapq.heappop(self._heap)
+                _, order, periodic = heapq.heappop(self._heap)
                 if order != periodic.order or periodic.ended:
                     continue
                 try:
@@ -9027,23 +9047,17 @@ class Scheduler:
         """A little before the next fire time: have a task there in which its run may begin, and wait for that."""
         if not self._heap or self._heap[0][0] - self._clock.time() > 2e6 * self.wake.early:
             return  # it was only to look at the clock
-        if self._start_here is None:
+        if self._start is None:
             await self.wake.turn_until(due)
             return
         periodic, decided = self._heap[0][2], cast("asyncio.Future[None]", asyncio.get_running_loop().create_future())
-        run = self._start_in_time(periodic, due, decided, self._start_here)
+        run = self._start_in_time(periodic, due, decided)
         task = asyncio.create_task(run, name=periodic.handler.task_name, context=contextvars.Context())
         self._ready.add(task)
         task.add_done_callback(self._ready.discard)
         await decided
 
-    async def _start_in_time(
-        self,
-        periodic: Periodic,
-        due: float,
-        decided: asyncio.Future[None],
-        start: Callable[[Periodic, int], Awaitable[None] | None],
-    ) -> None:
+    async def _start_in_time(self, periodic: Periodic, due: float, decided: asyncio.Future[None]) -> None:
         """Not before: until then it may be paused, say, or something else may take its slot. What has come in between is seen to
         by the step that follows."""
         latest, loop_time, run = due + TIMERS_LATE, asyncio.get_running_loop().time, None
@@ -9052,28 +9066,30 @@ class Scheduler:
                 if self.wake.is_set():
                     break
                 await asyncio.sleep(0)
-            first = bool(self._heap) and self._heap[0][1:] == (periodic.order, periodic)
-            if first and self._is_usual(periodic, now) and self.firing:
-                run = start(periodic, now)
-            if run is not None:
-                self._go_on(periodic, now)
+            if self.firing and self._heap and self._heap[0][2] is periodic:
+                run = self._start_first(now, True)
         finally:
             if not decided.done():
                 decided.set_result(None)
         if run is not None:
             await run
 
-    @staticmethod
-    def _is_usual(periodic: Periodic, now: int) -> bool:
-        return not (periodic.ended or periodic.dropped) and 0 <= now - periodic.next < periodic.prompt
-
-    def _go_on(self, periodic: Periodic, now: int) -> None:
-        """The first of the heap has been started for its next fire time."""
-        periodic.last, periodic.begun, periodic.forced = periodic.next, now, False
-        periodic.fired += 1
-        periodic.arm(periodic.next)  # an interval, so it does not fail
-        periodic.order = next(self._order)
-        heapq.heapreplace(self._heap, (periodic.next, periodic.order, periodic))
+    def _start_first(self, now: int, here: bool) -> Awaitable[None] | None:
+        """Start the next run of the first schedule on the heap, and go on to its next fire time, unless anything about it is
+        out of the ordinary."""
+        _, order, periodic = self._heap[0]
+        if self._start is None or order != periodic.order or periodic.ended or periodic.dropped:
+            return None
+        if not 0 <= now - periodic.next < periodic.prompt:
+            return None
+        run = self._start(periodic, now, here)
+        if run is not None:
+            periodic.last, periodic.begun, periodic.forced = periodic.next, now, False
+            periodic.fired += 1
+            periodic.arm(periodic.next)  # an interval, so it does not fail
+            periodic.order = next(self._order)
+            heapq.heapreplace(self._heap, (periodic.next, periodic.order, periodic))
+        return run
 
     def _note_all(self, due: Sequence[tuple[Periodic, int, list[int], int]], answers: Iterator[Inserted], now: int) -> None:
         late: list[tuple[Periodic, int, int]] = []
@@ -9299,8 +9315,7 @@ class Intake:
         if not self.crew.may_start(self.memory, settings.queue, handler, row.created):
             row.wait()
             return False
-        self.memory_store.adopt(row)
-        self.crew.start(self.memory, row, handler, settings)
+        self.crew.start_simple(self.memory, row, handler, settings)
         return True
 
     async def insert(self, rows: Sequence[JobRow]) -> Sequence[Inserted]:
@@ -10038,8 +10053,8 @@ class Engine(Inquiries):
 
     def _begin_tier(self, tier: Tier) -> None:
         name = "durable" if tier.durable else "best-effort"
-        start, start_here = (None, None) if tier.durable else (self._fire_at_once, self._fire_here)
-        self.schedulers[tier.durable] = Scheduler(tier, self.clock, self.occurrence, self._watch_run, start, start_here)
+        start = None if tier.durable else self._fire_at_once
+        self.schedulers[tier.durable] = Scheduler(tier, self.clock, self.occurrence, self._watch_run, start)
         self._begin(f"{name} schedules", self.schedulers[tier.durable].step, self.schedulers[tier.durable].wake)
         self._begin(f"{name} claims", functools.partial(self._claim, tier), tier.wake)
         upkeep = self._upkeep if tier.durable else self.crew.retention
@@ -10105,19 +10120,8 @@ class Engine(Inquiries):
                 row.key, row.on_conflict = f"schedule {schedule.name}", "queue"
         return row
 
-    def _fire_at_once(self, schedule: Periodic, now: int) -> bool:
-        row = self._fired(schedule, now)
-        if row is not None:
-            self.crew.start(self.memory, row, schedule.handler, cast(Settings, schedule.settings))
-        return row is not None
-
-    def _fire_here(self, schedule: Periodic, now: int) -> Awaitable[None] | None:
-        row = self._fired(schedule, now)
-        settings = cast(Settings, schedule.settings)
-        return None if row is None else self.crew.start_here(self.memory, row, schedule.handler, settings)
-
-    def _fired(self, schedule: Periodic, now: int) -> JobRow | None:
-        """The next run of a schedule, if nothing keeps it from starting at once."""
+    def _fire_at_once(self, schedule: Periodic, now: int, here: bool) -> Awaitable[None] | None:
+        """The next run of a schedule, if nothing keeps it from starting at once; see `start_simple`."""
         handler, settings = schedule.handler, schedule.settings
         if settings is None or not settings.simple or schedule.overlap == "queue":
             return None
@@ -10127,8 +10131,7 @@ class Engine(Inquiries):
         row.schedule, row.fire_time, row.rule = handler.name, schedule.next, schedule.text
         if not self.memory_store.fire(row, schedule.next):
             return None
-        self.memory_store.adopt(row)
-        return row
+        return self.crew.start_simple(self.memory, row, handler, settings, here)
 
     def _watch_run(self, schedule: str, then: Callable[[object], None]) -> bool:
         run = next((job for job in self.crew.running.values() if job.schedule == schedule), None)
