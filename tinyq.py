@@ -6115,6 +6115,11 @@ class SQLiteStore:
         carrier.now = now
         return rider
 
+    @property
+    def carrying(self) -> bool:
+        """Whether the next row that is added goes along with others."""
+        return self._carrier is not None
+
     def hand_over(
         self, row: JobRow, now: int, then: Callable[[Sequence[Inserted] | None], None]
     ) -> asyncio.Future[Sequence[Inserted]]:
@@ -6297,7 +6302,7 @@ class SQLiteStore:
 
     def _answer(self, ops: Sequence[Op], failure: BaseException | None = None) -> None:
         again: list[Op] = []
-        for op in ops:
+        for op in ops if len(ops) == 1 else sorted(ops, key=lambda op: op.carries):
             error = op.error or failure
             if op.then is not None and (error or op.finished or op.future.done()):
                 op.then(None if error else op.answer)
@@ -6314,13 +6319,17 @@ class SQLiteStore:
                 op.deadline = min(op.deadline, self._latest)
                 again.append(op)
             elif op.carries:
-                for _, rider in op.riders:
-                    if not rider.done():
-                        rider.set_result(None)
+                asyncio.get_running_loop().call_soon(self._tell, op.riders)
                 self.on_added()
             else:
                 op.future.set_result(op.answer)
         self._waiting = again + self._waiting
+
+    @staticmethod
+    def _tell(riders: Sequence[tuple[JobRow, asyncio.Future[None]]]) -> None:
+        for _, rider in riders:
+            if not rider.done():
+                rider.set_result(None)
 
     def _seen(self, error: BaseException) -> BaseException:
         if isinstance(error, asyncio.CancelledError):
@@ -8112,6 +8121,11 @@ class Crew:
         self.looks_at = claimed.next_at or FOREVER
         return min(due, SAFETY)
 
+    def look_again(self, tier: Tier) -> None:
+        """New jobs have been stored: have a claim look at them, unless one is in line behind them or has come with them."""
+        if not self._slots.lent:
+            tier.wake.set()
+
     def heed(self, paused: frozenset[str]) -> None:
         """Let best-effort jobs of a queue that is paused in the database wait as well."""
         if self.memory.held != paused:
@@ -8182,19 +8196,19 @@ class Crew:
     def _start_alike(self, tier: Tier, rows: Sequence[JobRow]) -> int:
         """Start the first durable jobs of a claim, as many as are plain: what `start` does for each is mostly done once for
         all here. The answer is how many these are."""
-        running, slots, task, handler, settings, deadline, started = self.running, self._slots, "", None, None, 0.0, 0
-        ends = self._ends
+        running, slots, task, handler, started = self.running, self._slots, "", None, 0
+        settings, deadline, ends = Settings(), 0.0, self._ends
         for row in rows if tier.claiming else ():
+            if type(row) is not ClaimedRow or row.id in running:  # others may have options of their own, or a history
+                break
             if handler is None or row.task != task:
                 task, handler = row.task, self.handlers.get(row.task)
-                if handler is None or not handler.direct or handler.batch or handler.terms is not None or row.options:
+                if handler is None or not handler.direct or handler.batch or handler.terms is not None:
                     break
                 settings = handler.settings or self._settings_of(row, handler)
                 deadline, ends = self._until(settings), self._ends if settings.result_ttl > 0 else self._quick_ends
-            if row.options or row.lost or row.id in running:
-                break
             running[row.id] = job = cast(Running, row)
-            job.handler, job.settings, job.tier, job.deadline = handler, cast(Settings, settings), tier, deadline
+            job.handler, job.settings, job.tier, job.deadline = handler, settings, tier, deadline
             if slots.named:
                 slots.give(job, -1)
             else:
@@ -9354,6 +9368,8 @@ class Intake:
             if store.idle and crew.offer(tier, row, row.created):
                 return store.hand_over(row, row.created, functools.partial(crew.take_over, tier, row))
             crew.live[row.id] = row
+            if not store.carrying and row.run_at <= row.created:
+                tier.wake.set()  # so that a claim follows on the heels of this and of what comes with it
         return store.add(row, row.created)
 
     async def insert_within(self, tx: Any, rows: Sequence[JobRow]) -> Sequence[Inserted]:
@@ -9984,7 +10000,7 @@ class Engine(Inquiries):
                 serves=self.config.serves,
                 terms=self.terms,
             )
-            self.durable_store.on_added = self.durable.wake.set
+            self.durable_store.on_added = functools.partial(self.crew.look_again, self.durable)
             self.crew.tiers.append(self.durable)
             self._begin_pulse(self.durable_store)
         for handler in self.handlers.values():
