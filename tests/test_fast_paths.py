@@ -4,6 +4,7 @@ or are handed over without a claim, and outcomes that are written together."""
 import asyncio
 import contextlib
 import contextvars
+import functools
 import gc
 import os
 import random
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -1383,6 +1385,212 @@ async def test_durable_jobs_that_have_run_keep_no_dictionaries_of_their_own(open
     assert {type(row) for row in rows} == {tinyq.ClaimedRow}
     for row in rows:  # its values stand in the object itself
         assert [fields for fields in gc.get_referents(row) if isinstance(fields, dict) and "task" in fields] == []
+
+
+# A backlog that another process has left: its jobs are claimed by somebody who has no handle of them.
+
+
+@pytest.fixture
+def alike(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many jobs of each claim were started without a look at each."""
+    counts: list[int] = []
+    start = tinyq.Crew._start_alike
+
+    def noted(crew: tinyq.Crew, tier: tinyq.Tier, rows: Sequence[tinyq.JobRow]) -> int:
+        counts.append(start(crew, tier, rows))
+        return counts[-1]
+
+    monkeypatch.setattr(tinyq.Crew, "_start_alike", noted)
+    return counts
+
+
+async def left_behind(file: Path, *calls: tuple[str, int], options: Sequence[tinyq.Options] = ()) -> list[str]:
+    """Durable jobs of a process that has ended. Answers their ids."""
+    async with TinyQ(str(file), worker=False) as before:
+        each = zip(calls, options or [{}] * len(calls), strict=True)
+        return [(await before.enqueue(name, number, **{"durable": True, **own})).id for (name, number), own in each]
+
+
+def slots_of(q: TinyQ) -> tuple[int, dict[str, int]]:
+    slots = engine_of(q).crew._slots
+    return slots.shared, dict(slots.named)
+
+
+async def emptied(file: Path) -> None:
+    await eventually(lambda: not query(file, "SELECT 1 FROM tinyq_jobs WHERE finished IS NULL"))
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_plain_jobs_and_others_of_one_claim_start_in_its_order(
+    open_file: Open, file: Path, alike: list[int], seed: int
+) -> None:
+    dice = random.Random(seed)
+    calls = [(dice.choice(["one", "two", "limited"]), number) for number in range(40)]
+    options = [tinyq.Options(priority=dice.randrange(2)) for _ in calls]
+    for number in dice.sample(range(40), 6):
+        options[number].update({"timeout": 50} if number % 2 else {"key": str(number)})
+    await left_behind(file, *calls, options=options)
+    q = await open_file(concurrency=100)
+    started: list[int] = []
+
+    async def run(number: int) -> None:
+        started.append(number)
+
+    q.task(name="one")(run)
+    q.task(name="two")(functools.partial(run))
+    q.task(name="limited", max_running=100)(functools.partial(run))
+    await emptied(file)
+    assert started == sorted(range(40), key=lambda number: (-(options[number]["priority"] or 0), number))
+    assert slots_of(q) == (100, {})
+
+
+async def test_plain_jobs_of_a_claim_have_a_context_each(open_file: Open, file: Path, alike: list[int]) -> None:
+    await left_behind(file, *[("runs", number) for number in range(5)])
+    seen: list[tuple[int, str]] = []
+    mark = contextvars.ContextVar("mark", default="none")
+    mark.set("of the test")
+    q = await open_file()
+
+    @q.task(name="runs")
+    async def runs(number: int) -> None:
+        seen.append((number, mark.get()))
+        mark.set(f"of job {number}")
+
+    await emptied(file)
+    assert sorted(seen) == [(number, "none") for number in range(5)]
+    assert sum(alike) == 5
+
+
+@pytest.mark.parametrize("queues", [{}, {"default": 2, "other": 1}])
+async def test_plain_jobs_of_a_claim_that_end_in_all_ways_give_their_slots_back(
+    open_file: Open, file: Path, alike: list[int], clock: FakeClock, queues: dict[str, int]
+) -> None:
+    await left_behind(file, *[(name, number) for number in range(4) for name in ("ends", "fails", "snoozes", "leaves", "hangs")])
+    q = await open_file(concurrency=3, queues=queues)
+    now = most = 0
+    attempts: list[tuple[str, int]] = []
+
+    async def enter(name: str, number: int) -> None:
+        nonlocal now, most
+        now, most = now + 1, max(most, now + 1)
+        attempts.append((name, number))
+        try:
+            await asyncio.sleep(0)
+        finally:
+            now -= 1
+
+    @q.task(name="ends")
+    async def ends(number: int) -> None:
+        await enter("ends", number)
+
+    @q.task(name="fails", retry=[1.0])
+    async def fails(number: int) -> None:
+        await enter("fails", number)
+        raise ValueError(number)
+
+    @q.task(name="snoozes")
+    async def snoozes(number: int) -> None:
+        await enter("snoozes", number)
+        if attempts.count(("snoozes", number)) == 1:
+            raise Snooze(5)
+
+    @q.task(name="leaves", queue="default")
+    async def leaves(number: int) -> None:
+        await enter("leaves", number)
+        raise tinyq.Cancel("enough")
+
+    @q.task(name="hangs", timeout=3, retry=False)
+    async def hangs(number: int) -> None:
+        await enter("hangs", number)
+        await asyncio.Event().wait()
+
+    def over() -> bool:
+        return not query(file, "SELECT 1 FROM tinyq_jobs WHERE finished IS NULL")
+
+    await eventually(over, clock, 1.0)
+    expected = Counter({"ends": 4, "fails": 8, "snoozes": 8, "leaves": 4, "hangs": 4})
+    assert Counter(name for name, _ in attempts) == expected
+    states = query(file, "SELECT task, state, count(*), max(attempts) FROM tinyq_jobs GROUP BY task, state ORDER BY task")
+    assert states == [("fails", "dead", 4, 2), ("hangs", "dead", 4, 1), ("leaves", "cancelled", 4, 1)]
+    await eventually(lambda: not engine_of(q).crew.running)
+    assert slots_of(q) == (3, queues)
+    assert most == (2 if queues else 3)
+    assert sum(alike) >= 5
+
+
+async def test_the_results_of_plain_jobs_of_a_claim_are_kept(open_file: Open, file: Path, alike: list[int]) -> None:
+    ids = await left_behind(file, *[("doubles", number) for number in range(3)])
+    q = await open_file()
+
+    @q.task(name="doubles", result_ttl=60)
+    async def doubles(number: int) -> int:
+        return 2 * number
+
+    await emptied(file)
+    kept = [await (await q.get(id)).result() for id in ids]
+    assert (kept, sum(alike)) == ([0, 2, 4], 3)
+
+
+async def test_plain_jobs_of_a_claim_are_handed_back_at_a_stop_without_grace(
+    open_file: Open, file: Path, alike: list[int], clock: FakeClock
+) -> None:
+    await left_behind(file, *[("waits", number) for number in range(3)])
+    q = await open_file()
+    came = asyncio.Event()
+
+    @q.task(name="waits")
+    async def waits(number: int) -> None:
+        came.set()
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(10):
+        await came.wait()
+    await stopped_at_once(q, clock)
+    assert query(file, "SELECT state, attempts, lease FROM tinyq_jobs") == [("pending", 0, None)] * 3
+    assert sum(alike) == 3
+
+
+async def test_a_plain_job_of_a_claim_is_cancelled_from_another_process(open_file: Open, file: Path, alike: list[int]) -> None:
+    [id] = await left_behind(file, ("waits", 0))
+    q = await open_file(clock=SystemClock(), lease=0.5)
+    came = asyncio.Event()
+
+    @q.task(name="waits")
+    async def waits(number: int) -> None:
+        came.set()
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(10):
+        await came.wait()
+    async with TinyQ(str(file), worker=False) as other:
+        await (await other.get(id)).cancel()
+    await emptied(file)
+    assert (query(file, "SELECT state FROM tinyq_jobs"), sum(alike)) == ([("cancelled",)], 1)
+
+
+async def test_jobs_that_callers_add_together_are_claimed_with_one_claim(
+    open_file: Open, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = await open_file(concurrency=100)
+    ran: list[int] = []
+
+    @q.task(name="limited", max_running=50)
+    async def limited(number: int) -> None:
+        ran.append(number)
+
+    await unhurried(q)
+    claims: list[int] = []
+    claim = tinyq.claim_rows
+
+    def noted(*given: Any) -> tinyq.Claimed:
+        claimed = claim(*given)
+        claims.append(len(claimed.rows))
+        return claimed
+
+    monkeypatch.setattr(tinyq, "claim_rows", noted)
+    await outcomes([q.enqueue(limited, number, durable=True) for number in range(30)])
+    await eventually(lambda: len(ran) == 30)
+    assert [count for count in claims if count] == [30]
 
 
 @pytest.mark.parametrize("payload", ["[[7],{}],[[7],{}]", "[[7],{}", "[[7],{}],", "", "[[7],[]]", "[7,{}]", "[[NaN],{}]", "7"])
