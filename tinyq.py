@@ -3500,15 +3500,6 @@ class Tally(NamedTuple):
         return Tally(*map(int, (text or "").split()))
 
 
-def as_usual(change: Settlement, ran: Ran, now: int) -> int:
-    """The period in the usual case: done, nothing missed, and the fire time that is one period later is yet to come; else 0."""
-    fire_time, _, missed, superseded, recurrence = ran
-    if missed or superseded or change.state is not IS_DONE or change.singly is not None:
-        return 0
-    period, offset, _ = interval_of(recurrence)
-    return period if period and (fire_time - offset) % period == 0 and fire_time + period > now else 0
-
-
 RULE_FAILS: Final = "its rule fails"
 LOOK_AGAIN: Final = 30.0  # seconds until a job whose rule fails here is tried again, by whoever has room for it
 
@@ -5194,10 +5185,20 @@ def move_on(
     """Settle recurring jobs to which nothing special has happened, by rows as they were when they were claimed; those of a period
     together, or none of them if one has another claim, was cancelled or has become another. Answers all that are left."""
     runs: dict[tuple[int, str], list[Settlement]] = {}
+    text, period, offset, run = "", 0, 0, list[Settlement]()
     for change in settlements:
-        if (ran := change.ran) is not None and (period := as_usual(change, ran, now)):
-            runs.setdefault((period, ran.recurrence), []).append(change)
+        if change.ran is None or change.state is not IS_DONE or change.singly is not None:
+            continue
+        fire_time, _, missed, superseded, recurrence = change.ran
+        if recurrence != text:
+            text, (period, offset, _) = recurrence, interval_of(recurrence)
+            run = runs.setdefault((period, text), [])
+        # Nothing was missed, and the fire time that is one period later is yet to come.
+        if period and not (missed or superseded or (fire_time - offset) % period) and fire_time + period > now:
+            run.append(change)
     for (period, recurrence), changes in runs.items():
+        if not changes:
+            continue
         seqs, claims = encode_json([change.seq for change in changes]), sum(change.claim_no for change in changes)
         if all_or_none(db, MOVE_ON_AS_USUAL, (period, period, seqs, lease_before, recurrence, seqs, claims), len(changes)):
             states.update((change.seq, State.PENDING) for change in changes)
@@ -7781,14 +7782,15 @@ def done_with(
     ))  # fmt: skip
 
 
-NOTHING_MORE: Final = (0, 0, 0, None, None, None, None, None, None, False, None, None, False)
+NOTHING_SAID: Final = (0, 0, 0, None, None, None, None, None, None, False)
 
 
 def just_done(row: JobRow) -> Settlement:
-    """The same for a job that has a short life behind it."""
-    if row.claim_no == 1 and row.ran is None:
-        return tuple.__new__(Settlement, (row.seq, 1, IS_DONE, row.run_at, row.attempts) + NOTHING_MORE)  # noqa: RUF005
-    return done_with(row)
+    """The same for what most jobs are, which have no history and of which nothing is kept."""
+    if row.claim_no > 1 and (row.snoozes or row.interruptions or row.lost or row.singly is not None):
+        return done_with(row)
+    first = row.seq, row.claim_no, IS_DONE, row.run_at, row.attempts
+    return tuple.__new__(Settlement, first + NOTHING_SAID + (row.ran, None, False))
 
 
 def done(row: JobRow, outcome: Outcome, settings: Settings, now: int) -> Settlement:
@@ -8044,6 +8046,7 @@ class Crew:
         self.tiers: list[Tier] = []
         self.handlers: Mapping[str, Handler] = {}
         self.live: weakref.WeakValueDictionary[bytes, JobRow] = weakref.WeakValueDictionary()  # durable rows with a handle here
+        self._known: Mapping[bytes, object] = cast(Any, self.live).data  # to ask that itself whether it has an id takes a while
         self.threads = Threads()
         self.idle = asyncio.Event()  # nothing runs; set at that moment, cleared by who waits for it
         self.deadline_wake = asyncio.Event()
@@ -8148,7 +8151,7 @@ class Crew:
         tasks, careful = {row.task for row in rows}, []
         known = {name: handler for name, handler in self.handlers.items() if name in tasks}
         strict = {name for name, handler in known.items() if handler.options.get("on_lost") == "dead"}
-        for row in rows:
+        for row in rows if strict else [row for row in rows if row.options]:
             if (row.options or row.task in strict) and (handler := known.get(row.task)) is not None:
                 with contextlib.suppress(Undecodable):
                     if self._settings_of(row, handler).on_lost == "dead":
@@ -8160,32 +8163,14 @@ class Crew:
                 await tier.store.confirm(careful, rows[0].lease or 0)
 
     async def _start_all(self, tier: Tier, rows: Sequence[JobRow], now: int) -> None:
-        back, calls = [], dict[tuple[Any, ...], list[Running]]()
-        kept = not tier.durable or bool(self.live)  # else no row has been here before
+        place, back, calls = 0, list[Settlement](), dict[tuple[Any, ...], list[Running]]()
         if tier.durable:
             decode_together(rows, self.handlers)
-        for row in rows if kept else rows[self._start_alike(tier, rows) :]:
-            if (row.id if tier.durable else row) in self.running:  # it lost its lease here, and its thread has not ended yet
-                back.append(decide(row, Outcome("unstarted", delay=1.0), Settings(), now))
-                continue
-            if kept and tier.durable:
-                row = self.known(row)
-            handler = (kept and row.handler) or self.handlers.get(row.task)
-            if handler is None:  # two lanes with one number
-                back.append(decide(row, Outcome("unstarted", delay=1.0), Settings(), now))
-                continue
-            try:
-                settings = (kept and row.settings) or (not row.options and handler.settings) or self._settings_of(row, handler)
-            except Undecodable as error:
-                self.start(tier, row, handler, Settings(), Outcome("undecodable", reason=str(error)))
-                continue
-            if handler.batch:
-                lost = row.lost > 0
-                alone = (lost or row.singly is not None) and runs_alone(row) and row.seq
-                kind = handler.name, row.queue, row.limit_value, lost, alone
-                calls.setdefault(kind, []).append(self._enter(tier, row, handler, settings))
-            else:
-                self.start(tier, row, handler, settings)
+        while place < len(rows):
+            place += self._start_alike(tier, rows, place, calls)
+            if place < len(rows):
+                back += self._start_one(tier, rows[place], calls, now)
+                place += 1
         for items in calls.values():
             size = cast(Terms, items[0].handler.terms).size
             for first in range(0, len(items), size):
@@ -8193,33 +8178,62 @@ class Crew:
         if back:
             await tier.store.settle(back, now)
 
-    def _start_alike(self, tier: Tier, rows: Sequence[JobRow]) -> int:
-        """Start the first durable jobs of a claim, as many as are plain: what `start` does for each is mostly done once for
-        all here. The answer is how many these are."""
-        running, slots, task, handler, started = self.running, self._slots, "", None, 0
-        settings, deadline, ends = Settings(), 0.0, self._ends
-        for row in rows if tier.claiming else ():
-            if type(row) is not ClaimedRow or row.id in running:  # others may have options of their own, or a history
-                break
-            if handler is None or row.task != task:
-                task, handler = row.task, self.handlers.get(row.task)
-                if handler is None or not handler.direct or handler.batch or handler.terms is not None:
+    def _start_alike(self, tier: Tier, rows: Sequence[JobRow], place: int, calls: dict[tuple[Any, ...], list[Running]]) -> int:
+        """Start durable jobs of a claim, from a place on, as long as they are plain: what is done for each by `_start_one` and
+        `start` is mostly done once for all. The answer is how many these are."""
+        running, slots, task, queue, handler, begun = self.running, self._slots, "", "", None, 0
+        settings, deadline, ends, items = Settings(), 0.0, self._ends, list[Running]()
+        for row in itertools.islice(rows, place, None) if tier.claiming else ():
+            if type(row) is not ClaimedRow or row.id in running or row.id in self._known:
+                break  # it may have options of its own, or a history, or be somebody's here
+            if handler is None or row.task != task or row.queue != queue:
+                task, queue, handler = row.task, row.queue, self.handlers.get(row.task)
+                if handler is None or not (handler.batch or (handler.direct and handler.terms is None)):
                     break
                 settings = handler.settings or self._settings_of(row, handler)
+                items = calls.setdefault((handler.name, queue, None, False, False), []) if handler.batch else items
                 deadline, ends = self._until(settings), self._ends if settings.result_ttl > 0 else self._quick_ends
             running[row.id] = job = cast(Running, row)
-            job.handler, job.settings, job.tier, job.deadline = handler, settings, tier, deadline
+            job.handler, job.settings, job.tier = handler, settings, tier
+            begun += 1
+            if handler.batch:
+                items.append(job)
+                continue
+            job.deadline = deadline
             if slots.named:
                 slots.give(job, -1)
             else:
                 slots.shared -= 1
             run = call_handler(job, self.threads, self._clock, ends)
             job.runner = self._create_task(run, name=handler.task_name, context=contextvars.Context())
-            started += 1
-        self.activity += started
-        if started and self._watch is None:
+        self.activity += begun
+        if begun and self._watch is None:
             self._watch_loop(first=True)
-        return started
+        return begun
+
+    def _start_one(self, tier: Tier, row: JobRow, calls: dict[tuple[Any, ...], list[Running]], now: int) -> Sequence[Settlement]:
+        """Start a job, or put it to those that are started together. Answers what is to be written if that is not possible."""
+        kept = not tier.durable or bool(self.live)  # else it has not been here before
+        if (row.id if tier.durable else row) in self.running:  # it lost its lease here, and its thread has not ended yet
+            return [decide(row, Outcome("unstarted", delay=1.0), Settings(), now)]
+        if kept and tier.durable:
+            row = self.known(row)
+        handler = (kept and row.handler) or self.handlers.get(row.task)
+        if handler is None:  # two lanes with one number
+            return [decide(row, Outcome("unstarted", delay=1.0), Settings(), now)]
+        try:
+            settings = (kept and row.settings) or (not row.options and handler.settings) or self._settings_of(row, handler)
+        except Undecodable as error:
+            self.start(tier, row, handler, Settings(), Outcome("undecodable", reason=str(error)))
+            return ()
+        if handler.batch:
+            lost = row.lost > 0
+            alone = (lost or row.singly is not None) and runs_alone(row) and row.seq
+            kind = handler.name, row.queue, row.limit_value, lost, alone
+            calls.setdefault(kind, []).append(self._enter(tier, row, handler, settings))
+        else:
+            self.start(tier, row, handler, settings)
+        return ()
 
     def may_start(self, tier: Tier, queue: str, handler: Handler, now: int) -> bool:
         """Whether a job may start without having waited: a slot is free, and nobody waits for one."""
@@ -8501,12 +8515,13 @@ class Crew:
             self._ended = self._ended + batch if self._singly else batch + self._ended
             raise
         self.written += 1
-        handles = bool(self.live)
+        handles = self._known
         for job, outcome, change in batch:
             state, ran = states.get(change.seq), change.ran
             moved_on = state is IS_PENDING  # of a recurring job, as it is done
-            if outcome is DONE and not handles and (moved_on or (state is IS_DONE and not (change.keep or ran))):
-                self.running.pop(job.id, None)  # nobody here asks for it
+            plainly = outcome is DONE and (moved_on or (state is IS_DONE and not (change.keep or ran)))
+            if plainly and job.id not in handles:  # nobody here asks for it
+                self.running.pop(job.id, None)
                 if ran and (ran.missed or now - ran.started > interval_of(ran.recurrence)[0]):
                     self._note_ran(job, ran, now)
                 continue

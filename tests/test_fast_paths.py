@@ -1396,8 +1396,8 @@ def alike(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     start = tinyq.Crew._start_alike
 
-    def noted(crew: tinyq.Crew, tier: tinyq.Tier, rows: Sequence[tinyq.JobRow]) -> int:
-        counts.append(start(crew, tier, rows))
+    def noted(*given: Any) -> int:
+        counts.append(start(*given))
         return counts[-1]
 
     monkeypatch.setattr(tinyq.Crew, "_start_alike", noted)
