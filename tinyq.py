@@ -5357,6 +5357,7 @@ class Op:
     finished: bool = False
     light: bool = False  # claims and renewals only
     carries: bool = False  # or has carried riders, who all may have gone
+    due: bool = False  # so is one of their rows
 
     def __init__(
         self,
@@ -6113,13 +6114,13 @@ class SQLiteStore:
             carrier.carries = True
         rider: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         carrier.riders.append((row, rider))
-        carrier.now = now
+        carrier.now, carrier.due = now, carrier.due or row.run_at <= now
         return rider
 
     @property
-    def carrying(self) -> bool:
-        """Whether the next row that is added goes along with others."""
-        return self._carrier is not None
+    def carries_due(self) -> bool:
+        """Whether the next row that is added goes along with one that is due."""
+        return self._carrier is not None and self._carrier.due
 
     def hand_over(
         self, row: JobRow, now: int, then: Callable[[Sequence[Inserted] | None], None]
@@ -6253,7 +6254,8 @@ class SQLiteStore:
         op = Op(min(self._latest, time.monotonic() + patience), loop.create_future(), write, look, rows, now, then)
         self._waiting.append(op)
         if self._flushing is None:
-            self._flushing = loop.create_task(self._flush(self._writer), context=contextvars.Context())
+            # (Not create_task: a factory of eager tasks would have it run before the caller is done with his operation.)
+            self._flushing = asyncio.Task(self._flush(self._writer), loop=loop, context=contextvars.Context())
         return op.future
 
     async def _flush(self, writer: aiosqlite.Connection) -> None:
@@ -8061,10 +8063,8 @@ class Crew:
         # Without a factory `create_task` comes to this, a third slower.
         plain = loop.get_task_factory() is None
         self._create_task = functools.partial(asyncio.Task, loop=loop) if plain else loop.create_task
-        self._slots = slots
-        self._settings_of = settings_of
-        self._worker = worker
-        self._lease = lease
+        self._slots, self._settings_of = slots, settings_of
+        self._worker, self._lease = worker, lease
         self._ended: list[tuple[Running, Outcome, Settlement]] = []  # durable, to be written
         self._handed = 0  # slots that are kept for jobs on their way into the store
         self._singly = False  # write them one by one: together it did not work
@@ -8907,6 +8907,11 @@ class Periodic(Record):
         return self.misfire == "all" and self.overlap != "allow" and moment <= self.begun
 
 
+def set_done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
 AT_A_TIME: Final = 50  # starts in one turn of the loop: few enough that most are over before the garbage collector comes
 TURN: Final = 0.001  # seconds until a fire time that waits for a run which is not here is tried again, at first
 
@@ -9076,30 +9081,29 @@ class Scheduler:
         """A little before the next fire time: have a task there in which its run may begin, and wait for that."""
         if not self._heap or self._heap[0][0] - self._clock.time() > 2e6 * self.wake.early:
             return  # it was only to look at the clock
-        if self._start is None:
+        periodic, loop = self._heap[0][2], asyncio.get_running_loop()
+        if self._start is None or not periodic.prompt or loop.get_task_factory() is not None:
             await self.wake.turn_until(due)
             return
-        periodic, decided = self._heap[0][2], cast("asyncio.Future[None]", asyncio.get_running_loop().create_future())
+        decided = cast("asyncio.Future[None]", loop.create_future())
         run = self._start_in_time(periodic, due, decided)
         task = asyncio.create_task(run, name=periodic.handler.task_name, context=contextvars.Context())
         self._ready.add(task)
         task.add_done_callback(self._ready.discard)
+        task.add_done_callback(lambda _: set_done(decided))  # it may be cancelled before it begins
         await decided
 
     async def _start_in_time(self, periodic: Periodic, due: float, decided: asyncio.Future[None]) -> None:
         """Not before: until then it may be paused, say, or something else may take its slot. What has come in between is seen to
         by the step that follows."""
         latest, loop_time, run = due + TIMERS_LATE, asyncio.get_running_loop().time, None
-        try:
-            while (now := self._clock.time()) < periodic.next and loop_time() < latest and self.firing:
-                if self.wake.is_set():
-                    break
-                await asyncio.sleep(0)
-            if self.firing and self._heap and self._heap[0][2] is periodic:
-                run = self._start_first(now, True)
-        finally:
-            if not decided.done():
-                decided.set_result(None)
+        while (now := self._clock.time()) < periodic.next and loop_time() < latest and self.firing:
+            if self.wake.is_set():
+                break
+            await asyncio.sleep(0)
+        if self.firing and self._heap and self._heap[0][2] is periodic:
+            run = self._start_first(now, True)
+        set_done(decided)
         if run is not None:
             await run
 
@@ -9383,7 +9387,7 @@ class Intake:
             if store.idle and crew.offer(tier, row, row.created):
                 return store.hand_over(row, row.created, functools.partial(crew.take_over, tier, row))
             crew.live[row.id] = row
-            if not store.carrying and row.run_at <= row.created:
+            if row.run_at <= row.created and not store.carries_due:
                 tier.wake.set()  # so that a claim follows on the heels of this and of what comes with it
         return store.add(row, row.created)
 
@@ -10185,7 +10189,10 @@ class Engine(Inquiries):
     async def drain(self) -> None:
         while self.phase == "running":
             busy = bool(self.crew.running or self.spawned)
-            if not busy and not await self._start_due():
+            # In a task of its own: what a claim takes is to start, though nobody waits for the end of all work any more.
+            if not busy and not await asyncio.shield(
+                asyncio.Task(self._start_due(), loop=self.loop, context=contextvars.Context())
+            ):
                 return
             self.crew.idle.clear()
             with contextlib.suppress(TimeoutError):

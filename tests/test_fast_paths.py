@@ -1568,6 +1568,73 @@ async def test_a_plain_job_of_a_claim_is_cancelled_from_another_process(open_fil
     assert (query(file, "SELECT state FROM tinyq_jobs"), sum(alike)) == ([("cancelled",)], 1)
 
 
+async def test_a_job_that_is_added_behind_one_for_later_is_claimed_at_once(open_file: Open, file: Path) -> None:
+    q = await open_file(concurrency=100)
+
+    @q.task(name="limited", max_running=50)
+    async def limited() -> None: ...
+
+    await unhurried(q)
+    await eventually(lambda: not engine_of(q).require_durable().wake.is_set())
+    first = asyncio.create_task(q.enqueue(limited, durable=True, delay=60))
+    await asyncio.sleep(0)
+    assert not engine_of(q).require_durable().wake.is_set()
+    second = asyncio.create_task(q.enqueue(limited, durable=True))
+    await asyncio.sleep(0)
+    assert engine_of(q).require_durable().wake.is_set()
+    await outcomes([first, second])
+
+
+async def test_what_a_drain_has_claimed_starts_though_nobody_waits_for_it_any_more(
+    open_file: Open, file: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = await open_file()
+    ran = asyncio.Event()
+    claiming, go_on = threading.Event(), threading.Event()
+    claim = tinyq.claim_rows
+
+    def slow(*given: Any) -> tinyq.Claimed:
+        claiming.set()
+        go_on.wait(10)
+        return claim(*given)
+
+    @q.task(name="runs")
+    async def runs() -> None:
+        ran.set()
+
+    await q.enqueue(runs, durable=True, delay=60)
+    await clock.settle()
+    clock.block(120)  # nobody is woken by that
+    monkeypatch.setattr(tinyq, "claim_rows", slow)
+    drain = asyncio.create_task(q.drain())
+    await eventually(claiming.is_set)
+    drain.cancel()
+    await asyncio.wait({drain})
+    assert drain.cancelled()
+    go_on.set()
+    async with asyncio.timeout(10):
+        await ran.wait()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="eager tasks are new in 3.12")
+async def test_durable_jobs_work_where_tasks_are_eager(open_file: Open, file: Path) -> None:
+    loop = asyncio.get_running_loop()
+    loop.set_task_factory(asyncio.eager_task_factory)  # type: ignore[attr-defined,unused-ignore]  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        q = await open_file(concurrency=3)
+        ran: list[int] = []
+
+        @q.task(name="runs")
+        async def runs(number: int) -> None:
+            ran.append(number)
+
+        await asyncio.gather(*(q.enqueue(runs, number, durable=True) for number in range(20)))
+        await eventually(lambda: len(ran) == 20)
+        await q.stop()
+    finally:
+        loop.set_task_factory(None)
+
+
 async def test_jobs_that_callers_add_together_are_claimed_with_one_claim(
     open_file: Open, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

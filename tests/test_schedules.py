@@ -325,6 +325,24 @@ async def test_a_task_that_others_cancel_before_its_fire_time_costs_no_run(early
     assert len(notes.starts) == 1
 
 
+async def test_a_task_that_others_cancel_before_it_begins_costs_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    create, cancelled = asyncio.create_task, list[str]()
+
+    def create_task(run: Any, **options: Any) -> asyncio.Task[Any]:
+        task = create(run, **options)
+        if options.get("name") == "tinyq tick" and not cancelled:
+            cancelled.append("tinyq tick")
+            task.cancel()
+        return task
+
+    monkeypatch.setattr(asyncio, "create_task", create_task)
+    clock = EarlyClock()
+    notes = Notes(clock)
+    q = await run(clock, notes, 10, 25)
+    assert (cancelled, notes.starts) == (["tinyq tick"], [10, 20])
+    await q.stop()
+
+
 async def test_several_schedules_of_one_fire_time_all_begin_at_it() -> None:
     clock = EarlyClock()
     ran: list[tuple[datetime, int]] = []
