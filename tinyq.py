@@ -10187,12 +10187,18 @@ class Engine(Inquiries):
             self.durable.claiming = False
 
     async def drain(self) -> None:
-        while self.phase == "running":
+        given_up = asyncio.Event()
+        draining = asyncio.Task(self._drain(given_up), loop=self.loop, context=contextvars.Context())
+        try:
+            await asyncio.shield(draining)  # else what it is claiming just now would be claimed by nobody
+        finally:
+            given_up.set()
+            self.crew.idle.set()
+
+    async def _drain(self, given_up: asyncio.Event) -> None:
+        while self.phase == "running" and not given_up.is_set():
             busy = bool(self.crew.running or self.spawned)
-            # In a task of its own: what a claim takes is to start, though nobody waits for the end of all work any more.
-            if not busy and not await asyncio.shield(
-                asyncio.Task(self._start_due(), loop=self.loop, context=contextvars.Context())
-            ):
+            if not busy and not await self._start_due():
                 return
             self.crew.idle.clear()
             with contextlib.suppress(TimeoutError):
