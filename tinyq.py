@@ -975,6 +975,9 @@ class Settings(Value):
         return self.plain and not self.durable
 
 
+DEFAULTS: Final = Settings()
+
+
 class Terms(Record):
     """On what terms jobs of a task start, if there is more to it than a free slot: its limits, and how many go into one call."""
 
@@ -8167,10 +8170,10 @@ class Crew:
         if tier.durable:
             decode_together(rows, self.handlers)
         while place < len(rows):
-            place += self._start_alike(tier, rows, place, calls)
-            if place < len(rows):
+            alike = self._start_alike(tier, rows, place, calls) if type(rows[place]) is ClaimedRow else 0
+            if alike == 0:
                 back += self._start_one(tier, rows[place], calls, now)
-                place += 1
+            place += alike or 1
         for items in calls.values():
             size = cast(Terms, items[0].handler.terms).size
             for first in range(0, len(items), size):
@@ -8182,7 +8185,7 @@ class Crew:
         """Start durable jobs of a claim, from a place on, as long as they are plain: what is done for each by `_start_one` and
         `start` is mostly done once for all. The answer is how many these are."""
         running, slots, task, queue, handler, begun = self.running, self._slots, "", "", None, 0
-        settings, deadline, ends, items = Settings(), 0.0, self._ends, list[Running]()
+        settings, deadline, ends, items = DEFAULTS, 0.0, self._ends, list[Running]()
         for row in itertools.islice(rows, place, None) if tier.claiming else ():
             if type(row) is not ClaimedRow or row.id in running or row.id in self._known:
                 break  # it may have options of its own, or a history, or be somebody's here
