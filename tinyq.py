@@ -925,7 +925,7 @@ shape(
     "tier", "deadline", "runner", "args", "in_handler", "finished", "value",
 )  # fmt: skip
 shape(
-    object.__new__(ClaimedRow), "seq", "id", "task", "queue", "priority", "run_at", "created", "payload", "durable", "state",
+    object.__new__(ClaimedRow), "seq", "id", "task", "queue", "priority", "run_at", "created", "payload", "state",
     "worker", "lease", "started", "attempts", "claim_no", "key", "recurrence", "fire_time", "handler", "settings", "tier",
     "deadline", "runner", "args", "kwargs", "in_handler", "ran", "value", "finished",
 )  # fmt: skip
@@ -6307,8 +6307,8 @@ class SQLiteStore:
         self._ring(db, ops)
 
     def _answer(self, ops: Sequence[Op], failure: BaseException | None = None) -> None:
-        again: list[Op] = []
-        for op in ops if len(ops) == 1 else sorted(ops, key=lambda op: op.carries):
+        again, stored = list[Op](), list[tuple[JobRow, asyncio.Future[None]]]()
+        for op in ops:
             error = op.error or failure
             if op.then is not None and (error or op.finished or op.future.done()):
                 op.then(None if error else op.answer)
@@ -6325,11 +6325,13 @@ class SQLiteStore:
                 op.deadline = min(op.deadline, self._latest)
                 again.append(op)
             elif op.carries:
-                asyncio.get_running_loop().call_soon(self._tell, op.riders)
+                stored += op.riders
                 self.on_added()
             else:
                 op.future.set_result(op.answer)
         self._waiting = again + self._waiting
+        if stored:  # they go on when what a claim of this unit has taken has been started
+            asyncio.get_running_loop().call_soon(self._tell, stored)
 
     @staticmethod
     def _tell(riders: Sequence[tuple[JobRow, asyncio.Future[None]]]) -> None:
@@ -8275,10 +8277,7 @@ class Crew:
         job.tier = tier
         self.activity += 1
         self.running[job] = job
-        deadline = job.deadline = self._clock.monotonic() + settings.timeout
-        if deadline < self._next_deadline:
-            self._next_deadline = deadline
-            self.deadline_wake.set()
+        job.deadline = self._until(settings)
         if handler.in_thread or self._slots.named:
             self._slots.give(job, -1)
         else:

@@ -1531,11 +1531,8 @@ async def test_the_results_of_plain_jobs_of_a_claim_are_kept(open_file: Open, fi
     assert (kept, sum(alike)) == ([0, 2, 4], 3)
 
 
-async def test_plain_jobs_of_a_claim_are_handed_back_at_a_stop_without_grace(
-    open_file: Open, file: Path, alike: list[int], clock: FakeClock
-) -> None:
-    await left_behind(file, *[("waits", number) for number in range(3)])
-    q = await open_file()
+async def one_waits(q: TinyQ) -> None:
+    """A task "waits" of which a job runs now, for ever."""
     came = asyncio.Event()
 
     @q.task(name="waits")
@@ -1545,6 +1542,14 @@ async def test_plain_jobs_of_a_claim_are_handed_back_at_a_stop_without_grace(
 
     async with asyncio.timeout(10):
         await came.wait()
+
+
+async def test_plain_jobs_of_a_claim_are_handed_back_at_a_stop_without_grace(
+    open_file: Open, file: Path, alike: list[int], clock: FakeClock
+) -> None:
+    await left_behind(file, *[("waits", number) for number in range(3)])
+    q = await open_file()
+    await one_waits(q)
     await stopped_at_once(q, clock)
     assert query(file, "SELECT state, attempts, lease FROM tinyq_jobs") == [("pending", 0, None)] * 3
     assert sum(alike) == 3
@@ -1553,15 +1558,7 @@ async def test_plain_jobs_of_a_claim_are_handed_back_at_a_stop_without_grace(
 async def test_a_plain_job_of_a_claim_is_cancelled_from_another_process(open_file: Open, file: Path, alike: list[int]) -> None:
     [id] = await left_behind(file, ("waits", 0))
     q = await open_file(clock=SystemClock(), lease=0.5)
-    came = asyncio.Event()
-
-    @q.task(name="waits")
-    async def waits(number: int) -> None:
-        came.set()
-        await asyncio.Event().wait()
-
-    async with asyncio.timeout(10):
-        await came.wait()
+    await one_waits(q)
     async with TinyQ(str(file), worker=False) as other:
         await (await other.get(id)).cancel()
     await emptied(file)
