@@ -73,6 +73,7 @@ import inspect
 import itertools
 import logging
 import math
+import operator
 import os
 import signal
 import socket
@@ -734,7 +735,7 @@ def new_id(now: int) -> bytes:
     try:
         tail = _drawn.pop()
     except IndexError:
-        tail, *others = (0x8000000000000000 | number >> 2 for number in memoryview(os.urandom(2048)).cast("Q"))
+        tail, *others = [0x8000000000000000 | number >> 2 for number in memoryview(os.urandom(512)).cast("Q")]
         _drawn.extend(others)
     return two_words(now // 1000 << 16 | 0x7000 | now % 1000, tail)
 
@@ -966,13 +967,13 @@ class Settings(Value):
 
     @functools.cached_property
     def plain(self) -> bool:
-        """To start at once, and nothing about it that concerns other jobs."""
-        return not (self.delay or self.gated) and self.run_at is None and self.expires is None and self.key is None
+        """To start as soon as its task lets it, and nothing that differs from job to job."""
+        return not self.delay and self.run_at is None and self.expires is None and self.key is None
 
     @functools.cached_property
     def simple(self) -> bool:
-        """The same, and best-effort."""
-        return self.plain and not self.durable
+        """The same, best-effort, and of a task without terms."""
+        return self.plain and not (self.durable or self.gated)
 
 
 DEFAULTS: Final = Settings()
@@ -1021,6 +1022,7 @@ class Handler(Record):
     whole: inspect.Signature | None = None  # with them
     direct: bool = False  # jobs may await `fn` as it is
     settings: Settings | None = None  # of a call without options of its own, once that has been asked
+    plan: Plan | None = None  # the same, if it is durable; valid with those settings
     learned: object = None  # the engine run that knows of it
     aliases: Sequence[str] = ()  # names that jobs of it were stored under
     terms: Terms | None = None
@@ -1171,6 +1173,7 @@ class Plan(Record):
     settings: Settings
     options: str | None  # as they are stored
     lane: int
+    limit_value: str | None
 
     def fits(self, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
         if given != self.given or [*map(type, given.values())] != self.kinds:
@@ -4137,6 +4140,7 @@ class MemoryStore:
 
 COLUMNS: Final = tuple(itertools.takewhile(lambda name: name != "durable", JobRow.__annotations__))
 ALL: Final = ", ".join(COLUMNS)
+values_of: Final = operator.attrgetter(*COLUMNS)
 
 JOBS: Final = (
     """CREATE TABLE tinyq_jobs (
@@ -4236,21 +4240,23 @@ MIGRATIONS: Final = (
 AMONG: Final = "seq IN (SELECT value FROM json_each(?))"
 GIVEN: Final = [column for column in COLUMNS if column not in ("seq", "progress")]
 INSERT: Final = f"INSERT INTO tinyq_jobs ({', '.join(GIVEN)}) VALUES ({', '.join(f':{column}' for column in GIVEN)})"
-AT_ONCE: Final = 25  # rows of one statement: it opens the table and its indexes once, which takes as long as to insert a row
 
 
-def insertion(kind: str, each: str, rest: Mapping[str, str]) -> tuple[str, str]:
-    """Two statements for new rows: for a single one, and for AT_ONCE of the same kind, which is given once. `rest`: the same in
-    all of them."""
+def insertion(kind: str, each: str, rest: Mapping[str, str]) -> Mapping[int, str]:
+    """Statements for so many new rows of the same kind, which is given once. (Each opens the table and its indexes, which takes
+    as long as to insert a row.) `rest`: the same in all of them."""
     into = f"INSERT INTO tinyq_jobs ({kind}, {each}, {', '.join(rest)})"
     kind, each, same = *(", ".join("?" * len(names.split())) for names in (kind, each)), ", ".join(rest.values())
-    many = f"SELECT {kind}, each.*, {same} FROM (VALUES {', '.join([f'({each})'] * AT_ONCE)}) AS each"
-    return f"{into} VALUES ({kind}, {each}, {same})", f"{into} {many}"
+    several = {
+        count: f"{into} SELECT {kind}, each.*, {same} FROM (VALUES {', '.join([f'({each})'] * count)}) AS each"
+        for count in (25, 5)
+    }
+    return {**several, 1: f"{into} VALUES ({kind}, {each}, {same})"}
 
 
 # What most jobs need. A job with a key, of a schedule or with a history takes the statement above.
 NEW: Final = insertion(
-    "namespace, task, queue, lane, priority, ready, payload_version, options, headers, expires, limit_value",
+    "namespace, ready, lane, task, queue, priority, payload_version, options, headers, expires, limit_value",
     "id, run_at, created, payload",
     {"state": "'pending'"} | dict.fromkeys(("attempts", "claim_no", "snoozes", "interruptions", "lost"), "0"),
 )
@@ -4553,7 +4559,7 @@ def as_row(values: Sequence[Any]) -> JobRow:
 
 
 def as_values(row: JobRow) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in COLUMNS}
+    return dict(zip(COLUMNS, values_of(row), strict=True))
 
 
 def paused_queues(db: sqlite3.Connection, namespace: str) -> frozenset[str]:
@@ -4577,26 +4583,28 @@ def is_new(row: JobRow) -> bool:
     return row.key is None and row.schedule is None and row.claim_no == 0
 
 
+chained: Final = itertools.chain.from_iterable
+
+
 def insert_alike(
-    db: sqlite3.Connection, statements: tuple[str, str], rows: Iterable[tuple[tuple[Any, ...], tuple[Any, ...]]]
+    db: sqlite3.Connection, statements: Mapping[int, str], rows: Iterable[tuple[tuple[Any, ...], tuple[Any, ...]]]
 ) -> None:
     """Rows as what the statements ask for: of its kind, and of each. (The id as bytearray: for bytes sqlite3 first looks for an
     adapter, which takes as long as half of the insertion.)"""
-    one, many = statements
     for kind, some in itertools.groupby(rows, lambda row: row[0]):
-        values = [each for _, each in some]
-        alone = len(values) % AT_ONCE
-        db.executemany(one, [(*kind, *each) for each in values[:alone]])
-        for first in range(alone, len(values), AT_ONCE):
-            db.execute(many, (*kind, *itertools.chain.from_iterable(values[first : first + AT_ONCE])))
+        values, place = [each for _, each in some], 0
+        for count, statement in statements.items():
+            if ends := range(place + count, len(values) + 1, count):
+                db.executemany(statement, [(*kind, *chained(values[end - count : end])) for end in ends])
+                place = ends[-1]
 
 
 def insert_new(db: sqlite3.Connection, namespace: str, rows: Iterable[JobRow], now: int) -> None:
     insert_alike(
         db, NEW,
         (
-            ((namespace, row.task, row.queue, row.lane or lane_of(namespace, row.queue, row.task, row.limit_value), row.priority,
-              LATER if row.run_at > now else CLAIMABLE,
+            ((namespace, LATER if row.run_at > now else CLAIMABLE,
+              row.lane or lane_of(namespace, row.queue, row.task, row.limit_value), row.task, row.queue, row.priority,
               row.payload_version, row.options, row.headers, row.expires, row.limit_value),
              (bytearray(row.id), row.run_at, row.created, row.payload))
             for row in rows
@@ -5668,7 +5676,7 @@ def prepare(db: sqlite3.Connection, path: str, synchronous: str, auto_migrate: b
 
 def warm_up(db: sqlite3.Connection, namespace: str) -> None:
     """Have the statements of most jobs prepared, which takes as long as many jobs: the first ones need not wait for it."""
-    for change in (*NEW, *HANDED, CLAIM, DONE_WITH):
+    for change in (*NEW.values(), *HANDED.values(), CLAIM, DONE_WITH):
         db.executemany(change, ())
     edges(db, namespace)
     rows_of(db, READ_HEADS, (namespace, 0, 0))
@@ -5975,6 +5983,7 @@ class SQLiteStore:
         self._due: int | None = None
         self.on_added: Callable[[], object] = bool  # called in the loop when riders have been answered
         self.on_due: Callable[[sqlite3.Connection, int], None] | None = None  # called in the owner's thread after a commit
+        self.claim_comes = False  # in this turn of the loop: it is worth waiting for
         self._latest = math.inf
         self._flushing: asyncio.Task[None] | None = None
 
@@ -6003,6 +6012,7 @@ class SQLiteStore:
         return await self._write(lambda db: self._note_inserted(insert_rows(db, self._namespace, rows, now), now))
 
     async def claim(self, room: Room, worker: str, lease: int, now: int) -> Claimed:
+        self.claim_comes = False
         return await self._write(
             lambda db: claim_rows(db, self._namespace, room, worker, lease, now),
             look=lambda db: look_for_due(db, self._namespace, room, now),
@@ -6266,6 +6276,10 @@ class SQLiteStore:
         ops: list[Op] = []
         try:
             while self._waiting:
+                if self.claim_comes:
+                    self.claim_comes = False
+                    await asyncio.sleep(0)
+                    continue
                 ops = list(self._next_unit())
                 if any(op.future.cancelled() for op in ops):
                     self._answer([op for op in ops if op.future.cancelled()])
@@ -6330,8 +6344,9 @@ class SQLiteStore:
             else:
                 op.future.set_result(op.answer)
         self._waiting = again + self._waiting
-        if stored:  # they go on when what a claim of this unit has taken has been started
-            asyncio.get_running_loop().call_soon(self._tell, stored)
+        if stored:  # they go on when what a claim of this unit has taken has begun
+            soon = asyncio.get_running_loop().call_soon
+            soon(soon, self._tell, stored)
 
     @staticmethod
     def _tell(riders: Sequence[tuple[JobRow, asyncio.Future[None]]]) -> None:
@@ -6440,17 +6455,20 @@ class Pulse:
         self._renewed_here = self._enlisted = -math.inf
         self._asked = -math.inf
         self._nudge = threading.Event()
+        self._begun = asyncio.Event()
         self._ending = False
         self._given_up = False
         self._duties = [Duty(name="listening to the database", call=self._listen), Duty(name="lease renewal", call=self._renew)]
         self._thread = threading.Thread(target=self._serve, name="tinyq-pulse", daemon=True)
 
-    def start(self) -> None:
+    async def start(self) -> None:
+        """Until the process is listed, as others are to find it, or that has failed."""
         try:
             self._bind()
         except (OSError, NotImplementedError) as error:  # without it, what others enqueue is seen with the next tick
             log.info("no doorbell: %s", error_text(error))
         self._thread.start()
+        await self._begun.wait()
 
     def _bind(self) -> None:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -6506,6 +6524,9 @@ class Pulse:
             moment = time.monotonic()
             for duty in self._duties:
                 self._attend_to(duty, moment)
+            if self._asked < 0:
+                with contextlib.suppress(RuntimeError):  # the loop was closed
+                    self._loop.call_soon_threadsafe(self._begun.set)
             if moment - self._asked >= BEAT:  # last: the loop, which this wakes, then need not share the GIL
                 self._asked = moment
                 self._beat.owed()
@@ -8188,9 +8209,12 @@ class Crew:
         `start` is mostly done once for all. The answer is how many these are."""
         running, slots, task, queue, handler, begun = self.running, self._slots, "", "", None, 0
         settings, deadline, ends, items = DEFAULTS, 0.0, self._ends, list[Running]()
-        for row in itertools.islice(rows, place, None) if tier.claiming else ():
-            if type(row) is not ClaimedRow or row.id in running or row.id in self._known:
-                break  # it may have options of its own, or a history, or be somebody's here
+        for fresh in itertools.islice(rows, place, None) if tier.claiming else ():
+            if type(fresh) is not ClaimedRow or fresh.id in running:
+                break  # it may have options of its own, or a history
+            row = self._first_claim(fresh) if fresh.id in self._known else fresh
+            if row is None:
+                break
             if handler is None or row.task != task or row.queue != queue:
                 task, queue, handler = row.task, row.queue, self.handlers.get(row.task)
                 if handler is None or not (handler.batch or (handler.direct and handler.terms is None)):
@@ -8215,6 +8239,18 @@ class Crew:
         if begun and self._watch is None:
             self._watch_loop(first=True)
         return begun
+
+    def _first_claim(self, fresh: JobRow) -> JobRow | None:
+        """The row that handles in this process hold, if this claim is all that has happened since it was inserted."""
+        row = self.live.get(fresh.id, fresh)
+        if row is fresh:
+            return fresh
+        if row.claim_no or row.state is not IS_PENDING or row.key is not None or row.options is not None:
+            return None
+        row.state, row.claim_no, row.attempts, row.seq, row.run_at = IS_RUNNING, 1, 1, fresh.seq, fresh.run_at
+        row.worker, row.lease, row.started, row.args = fresh.worker, fresh.lease, fresh.started, fresh.args
+        row.task, row.queue, row.priority, row.payload = fresh.task, fresh.queue, fresh.priority, fresh.payload  # edited by hand
+        return row
 
     def _start_one(self, tier: Tier, row: JobRow, calls: dict[tuple[Any, ...], list[Running]], now: int) -> Sequence[Settlement]:
         """Start a job, or put it to those that are started together. Answers what is to be written if that is not possible."""
@@ -8371,8 +8407,7 @@ class Crew:
         ended = row.finished is not None and fresh.finished is None and fresh.claim_no == row.claim_no
         older = fresh.claim_no < row.claim_no or (ended and not (again and fresh.state is State.PENDING))
         if row is not fresh and row.tag not in self.running and not older:
-            for name in COLUMNS:
-                setattr(row, name, getattr(fresh, name))
+            vars(row).update(as_values(fresh))
             row.args = row.settings = None
         return row
 
@@ -9342,6 +9377,8 @@ class Intake:
         row = JobRow(new_id(now), plan.name, settings.queue, settings.priority, now, now)
         row.handler, row.settings, row.durable, row.options = plan.handler, settings, True, plan.options
         row.lane = plan.lane
+        if plan.limit_value is not None:
+            row.limit_value = plan.limit_value
         row.payload = encode_call(plan.handler, plan.name, (args, {}), self.config.max_payload)
         return row
 
@@ -9390,7 +9427,8 @@ class Intake:
                 return store.hand_over(row, row.created, functools.partial(crew.take_over, tier, row))
             crew.live[row.id] = row
             if row.run_at <= row.created and not store.carries_due:
-                tier.wake.set()  # so that a claim follows on the heels of this and of what comes with it
+                tier.wake.set()  # so that a claim goes along with this and what else is enqueued now
+                store.claim_comes = True
         return store.add(row, row.created)
 
     async def insert_within(self, tx: Any, rows: Sequence[JobRow]) -> Sequence[Inserted]:
@@ -10023,7 +10061,7 @@ class Engine(Inquiries):
             )
             self.durable_store.on_added = functools.partial(self.crew.look_again, self.durable)
             self.crew.tiers.append(self.durable)
-            self._begin_pulse(self.durable_store)
+            await self._begin_pulse(self.durable_store)
         for handler in self.handlers.values():
             handler.settings = None  # another run's configuration may have been another
             self.learn(handler)
@@ -10044,7 +10082,7 @@ class Engine(Inquiries):
             ", ".join(f"{name} {value}" for name, value in facts.items()),
         )  # fmt: skip
 
-    def _begin_pulse(self, store: SQLiteStore) -> None:
+    async def _begin_pulse(self, store: SQLiteStore) -> None:
         crew = self.crew
         self.pulse = Pulse(
             store.path,
@@ -10059,7 +10097,12 @@ class Engine(Inquiries):
             lambda: crew.looks_at,
         )
         store.on_due = self.pulse.ring
-        self.pulse.start()
+        try:
+            await self.pulse.start()
+        except BaseException:
+            await self.pulse.stop()
+            await store.close()
+            raise
         self._begin("results", self.look_up, self.lookout)
 
     async def _upkeep(self, tier: Tier, now: int) -> float:
@@ -11689,8 +11732,7 @@ class TinyQ:
             return begun if isinstance(begun, Job) else await self._insert(begun, None)
         for plan in self._plans_of(fn):
             if plan.fits(args, kwargs):
-                engine = self._running()
-                return await self._add(engine, engine.planned_row(plan, args))
+                return await self._insert(self._running().planned_row(plan, args), None)
         return await self._enqueue(fn, args, kwargs)
 
     def _plans_of(self, fn: Any) -> Sequence[Plan]:
@@ -11706,9 +11748,8 @@ class TinyQ:
         begun = self._begin(found, name, args, kwargs, checked)
         if isinstance(begun, Job):
             return begun
-        usual = begun.headers is None and not self._enqueue_hooks and not kwargs and not checked.keys() & PER_JOB
-        if usual and begun.durable and begun.settings is not None and begun.settings.plain:
-            self._remember(fn, given, begun)
+        if not (self._enqueue_hooks or kwargs or checked.keys() & PER_JOB):
+            self._remember(fn, begun, given)
         return await self._insert(begun, checked.get("tx"))
 
     def _sort(self, fn: Any, kwargs: dict[str, Any]) -> tuple[Handler | None, str, dict[str, Any]]:
@@ -11785,21 +11826,31 @@ class TinyQ:
         self._has_written = True
         return Receipt(self, answer.row, answer.verdict == "created")
 
-    def _remember(self, fn: Any, given: Mapping[str, Any], row: JobRow) -> None:
-        lane = lane_of(cast(Engine, self._engine).config.namespace, row.queue, row.task)
-        plan = Plan(
-            given={name: [*value] if isinstance(value, list) else value for name, value in given.items()},
-            kinds=[*map(type, given.values())],
-            handler=row.handler,
-            name=row.task,
-            settings=cast(Settings, row.settings),
-            options=row.options,
-            lane=lane,
-        )
+    def _remember(self, fn: Any, row: JobRow, given: Mapping[str, Any]) -> None:
+        plan = self._plan(row, given)
+        if plan is None:
+            return
         if len(self._plans) >= 1_000:
             self._plans.clear()
         with contextlib.suppress(TypeError):  # not hashable
             self._plans[fn] = [plan, *self._plans.get(fn, ())][:8]
+
+    def _plan(self, row: JobRow, given: Mapping[str, Any]) -> Plan | None:
+        """If only id, time and arguments make it another than the next row of the same call."""
+        handler, settings = row.handler, row.settings or DEFAULTS
+        terms = handler.terms if handler is not None else None
+        if not (row.durable and settings.plain and row.headers is None) or (terms is not None and terms.by is not None):
+            return None
+        return Plan(
+            given={name: [*value] if isinstance(value, list) else value for name, value in given.items()},
+            kinds=[*map(type, given.values())],
+            handler=handler,
+            name=row.task,
+            settings=settings,
+            options=row.options,
+            lane=lane_of(cast(Engine, self._engine).config.namespace, row.queue, row.task, row.limit_value),
+            limit_value=row.limit_value,
+        )
 
     def _meet(self, fn: Any) -> Handler:
         """What is enqueued for the first time, without options."""
@@ -11854,38 +11905,30 @@ class TinyQ:
         if engine is None or engine.phase != "running" or engine.loop is not asyncio._get_running_loop():
             engine = self._running()
         if handler is not None and handler.learned is engine.mark and not options and not kwargs:  # what most calls are
-            settings = handler.settings
-            if (
-                settings is not None
-                and settings.simple
-                and handler.fewest <= len(args) <= handler.most
-                and not self._enqueue_hooks
-            ):
-                if args and not UNBOUND.issuperset(map(type, args)):
-                    engine.look_at(name, args)
-                simple = SimpleRow(handler, settings, args, engine.clock.time(), contextvars.copy_context())
-                return Job(engine, simple, True) if engine.start_at_once(simple, handler, settings) else simple
+            settings, plan = handler.settings, handler.plan
+            if settings is not None and handler.fewest <= len(args) <= handler.most and not self._enqueue_hooks:
+                if settings.simple:
+                    if args and not UNBOUND.issuperset(map(type, args)):
+                        engine.look_at(name, args)
+                    simple = SimpleRow(handler, settings, args, engine.clock.time(), contextvars.copy_context())
+                    return Job(engine, simple, True) if engine.start_at_once(simple, handler, settings) else simple
+                if plan is not None and plan.settings is settings:
+                    return engine.planned_row(plan, args)
         if "tx" in options:
             options = {option: value for option, value in options.items() if option != "tx"}
         row = self._make_row(engine, handler, name, args, kwargs, options)
         if isinstance(row, SimpleRow) and row.handler is not None and row.settings is not None:
             return Job(engine, row, True) if engine.start_at_once(row, row.handler, row.settings) else row
+        if handler is not None and not options and not kwargs:
+            handler.plan = self._plan(row, {})
         return row
 
-    async def _add(self, engine: Engine, row: JobRow) -> Job[Any]:
-        job: Job[Any] = Job(engine, row, True)
-        try:
-            await engine.add(row)
-        except asyncio.CancelledError as error:
-            cast(Any, error).job = job
-            raise
-        return job
-
     async def _insert(self, row: JobRow, tx: Any) -> Job[Any]:
-        engine = self._running()
-        if tx is None and row.durable and row.key is None:
-            return await self._add(engine, row)
+        engine = cast(Engine, self._engine)
         try:
+            if tx is None and row.durable and row.key is None:
+                await engine.add(row)
+                return Job(engine, row, True)
             [answer] = await (engine.insert([row]) if tx is None else engine.insert_within(tx, [row]))
         except asyncio.CancelledError as error:
             cast(Any, error).job = Job(engine, row, True)

@@ -1657,6 +1657,31 @@ async def test_jobs_that_callers_add_together_are_claimed_with_one_claim(
     assert [count for count in claims if count] == [30]
 
 
+async def test_jobs_that_come_together_are_written_with_their_claim_though_the_first_need_not_be_claimed(
+    open_file: Open, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = await open_file(concurrency=100, clock=tinyq.SystemClock())
+    ran: list[int] = []
+
+    @q.task(name="plain", durable=True)
+    async def plain(number: int) -> None:
+        ran.append(number)
+
+    await unhurried(q)
+    written: list[tuple[int, int]] = []  # new rows of each unit, and rows that its claim has found
+    run_unit = SQLiteStore._run_unit
+
+    def noted(self: SQLiteStore, db: Any, ops: Sequence[tinyq.Op]) -> None:
+        run_unit(self, db, ops)
+        taken = sum(len(op.answer.rows) for op in ops if isinstance(op.answer, tinyq.Claimed))
+        written.append((sum(len(op.rows) for op in ops), taken))
+
+    monkeypatch.setattr(SQLiteStore, "_run_unit", noted)
+    await outcomes([plain.enqueue(number) for number in range(30)])
+    await eventually(lambda: len(ran) == 30)
+    assert written[0] == (30, 29)
+
+
 @pytest.mark.parametrize("payload", ["[[7],{}],[[7],{}]", "[[7],{}", "[[7],{}],", "", "[[7],[]]", "[7,{}]", "[[NaN],{}]", "7"])
 async def test_a_payload_that_is_none_leaves_those_that_are_claimed_with_it_their_own_arguments(
     open_file: Open, file: Path, payload: str

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -479,3 +480,46 @@ def test_a_member_of_a_fleet_hears_of_jobs_from_another_process(fleet: Fleet) ->
         fleet.wait_for_marks(n + 1, "note")
     member.finish()
     assert [int(n) for _, _, n in fleet.marks("note")] == [0, 1, 2]
+
+
+async def test_a_worker_is_listed_when_it_has_started(open_file: Open, file: Path) -> None:
+    q = await open_file(clock=SystemClock())
+    assert q._engine is not None
+    assert query(file, "SELECT id FROM tinyq_workers") == [(q._engine.worker,)]
+
+
+async def test_a_worker_starts_though_it_cannot_be_listed_for_now(open_file: Open, file: Path) -> None:
+    async with TinyQ(file, worker=False):
+        pass
+    with closing(sqlite3.connect(file, isolation_level=None)) as db:
+        db.execute("BEGIN IMMEDIATE")
+        q = await open_file(clock=SystemClock())
+        assert q._engine is not None
+        assert db.execute("SELECT id FROM tinyq_workers").fetchall() == []
+        db.execute("ROLLBACK")
+    name = q._engine.worker
+    await eventually(lambda: query(file, "SELECT id FROM tinyq_workers") == [(name,)])
+
+
+def pulses() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "tinyq-pulse"]
+
+
+async def test_a_start_that_is_given_up_leaves_no_thread_and_no_connection(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with TinyQ(file, worker=False):
+        pass
+    monkeypatch.setattr(tinyq, "PULSE_PATIENCE", NEVER)
+    open_before = len(tinyq._open)
+    with closing(sqlite3.connect(file, isolation_level=None)) as db:
+        db.execute("BEGIN IMMEDIATE")
+        q = TinyQ(file)
+        starting = asyncio.create_task(q.start())
+        await eventually(lambda: bool(pulses()))
+        starting.cancel()
+        await asyncio.wait([starting], timeout=0.2)
+        db.execute("ROLLBACK")
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert (pulses(), len(tinyq._open)) == ([], open_before)
+    await q.start()
+    await q.stop()
