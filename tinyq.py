@@ -4266,6 +4266,7 @@ HANDED: Final = insertion(
     "id, run_at, created, payload, lease, started",
     {"state": "'running'", "attempts": "1", "claim_no": "1"} | dict.fromkeys(("snoozes", "interruptions", "lost"), "0"),
 )
+LAST_ROW: Final = "SELECT last_insert_rowid()"
 # One index holds the keys of recurring jobs, another those of all others. The state is not a parameter: which partial indexes fit
 # would depend on it, and SQLite would prepare the statement anew each time, which takes twenty times as long as to run it.
 SAME_KEY: Final = {
@@ -4403,6 +4404,7 @@ DUE_ALIKE: Final = (  # whether those are of one lane, and nothing about any of 
     "SELECT lane, lost, limit_value, singly FROM tinyq_jobs WHERE ready = 0 AND namespace = ? AND run_at <= ? "
     "ORDER BY run_at, priority DESC LIMIT ?)"
 )
+READ_WHOLE: Final = f"SELECT {ALL} FROM tinyq_jobs WHERE {AMONG}"
 SPECIAL: Final = 1  # what READ_CHOSEN says of a row that is to be read whole
 RECURRING_ONLY: Final = 2  # and of a recurring job of which only RECURRING_HAS is more to know
 MORE_OF_RECURRING: Final = f"SELECT seq, {RECURRING_HAS} FROM tinyq_jobs WHERE {AMONG}"
@@ -4638,7 +4640,7 @@ def insert_handed(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow]
             for row in rows
         ),
     )  # fmt: skip
-    last = db.execute("SELECT last_insert_rowid()").fetchone()[0]
+    last = db.execute(LAST_ROW).fetchone()[0]
     for seq, row in enumerate(rows, last - len(rows) + 1):
         row.seq = seq
 
@@ -5122,7 +5124,7 @@ def take(db: sqlite3.Connection, namespace: str, choice: Choice, worker: str, le
             row = rows[seq]
             row.key, row.recurrence, row.fire_time, row.claim_no = others
     if special:
-        for row in map(as_row, db.execute(f"SELECT {ALL} FROM tinyq_jobs WHERE {AMONG}", (encode_json(special),))):
+        for row in map(as_row, db.execute(READ_WHOLE, (encode_json(special),))):
             rows[row.seq] = row
     return [rows[seq] for seq in choice.seqs if seq in rows]
 
@@ -5682,7 +5684,12 @@ def warm_up(db: sqlite3.Connection, namespace: str) -> None:
     rows_of(db, READ_HEADS, (namespace, 0, 0))
     rows_of(db, READ_CHOSEN, (namespace, "[]"))
     db.execute(GROUPS, lane_range(namespace)).fetchall()
-    db.execute(LANE_HEADS, (0, 0)).fetchall()
+    paused_queues(db, namespace)
+    for read in (LANE_HEADS, GATED_HEADS, READ_WHOLE, OTHERS, PORTS, LAST_ROW, "PRAGMA data_version"):
+        db.execute(read, (0,) * read.count("?")).fetchall()
+    for name in ("tinyq_op", "tinyq_all"):
+        db.execute(f"SAVEPOINT {name}")
+        db.execute(f"RELEASE {name}")
 
 
 def migrate(db: sqlite3.Connection, path: str) -> None:
