@@ -4589,14 +4589,18 @@ chained: Final = itertools.chain.from_iterable
 
 
 def insert_alike(
-    db: sqlite3.Connection, statements: Mapping[int, str], rows: Iterable[tuple[tuple[Any, ...], tuple[Any, ...]]]
+    db: sqlite3.Connection, statements: Mapping[int, str], rows: Sequence[tuple[tuple[Any, ...], tuple[Any, ...]]]
 ) -> None:
     """Rows as what the statements ask for: of its kind, and of each. (The id as bytearray: for bytes sqlite3 first looks for an
     adapter, which takes as long as half of the insertion.)"""
+    if len(rows) == 1:
+        db.executemany(statements[1], [tuple(chained(rows[0]))])
+        return
     for kind, some in itertools.groupby(rows, lambda row: row[0]):
         values, place = [each for _, each in some], 0
         for count, statement in statements.items():
-            if ends := range(place + count, len(values) + 1, count):
+            if len(values) - place >= count:
+                ends = range(place + count, len(values) + 1, count)
                 db.executemany(statement, [(*kind, *chained(values[end - count : end])) for end in ends])
                 place = ends[-1]
 
@@ -4604,13 +4608,13 @@ def insert_alike(
 def insert_new(db: sqlite3.Connection, namespace: str, rows: Iterable[JobRow], now: int) -> None:
     insert_alike(
         db, NEW,
-        (
+        [
             ((namespace, LATER if row.run_at > now else CLAIMABLE,
               row.lane or lane_of(namespace, row.queue, row.task, row.limit_value), row.task, row.queue, row.priority,
               row.payload_version, row.options, row.headers, row.expires, row.limit_value),
              (bytearray(row.id), row.run_at, row.created, row.payload))
             for row in rows
-        ),
+        ],
     )  # fmt: skip
 
 
@@ -4633,12 +4637,12 @@ def insert_handed(db: sqlite3.Connection, namespace: str, rows: Sequence[JobRow]
     """Rows that are already leased to the worker who inserts them, and their numbers, which follow one another."""
     insert_alike(
         db, HANDED,
-        (
+        [
             ((namespace, row.task, row.queue, row.lane or lane_of(namespace, row.queue, row.task), row.priority,
               row.payload_version, row.options, row.headers, row.expires, row.worker),
              (bytearray(row.id), row.run_at, row.created, row.payload, row.lease, row.started))
             for row in rows
-        ),
+        ],
     )  # fmt: skip
     last = db.execute(LAST_ROW).fetchone()[0]
     for seq, row in enumerate(rows, last - len(rows) + 1):
@@ -6311,8 +6315,9 @@ class SQLiteStore:
         while count < len(self._waiting) and size < GROUP:
             op = self._waiting[count]
             if op.riders:
-                op.riders = [(row, rider) for row, rider in op.riders if not rider.cancelled()]
-                op.rows = [row for row, _ in op.riders]
+                op.rows = [row for row, rider in op.riders if not rider.cancelled()]
+                if len(op.rows) < len(op.riders):
+                    op.riders = [(row, rider) for row, rider in op.riders if not rider.cancelled()]
             size += len(op.riders) or 1
             count += 1
         ops, self._waiting = self._waiting[:count], self._waiting[count:]
@@ -6351,7 +6356,9 @@ class SQLiteStore:
             else:
                 op.future.set_result(op.answer)
         self._waiting = again + self._waiting
-        if stored:  # they go on when what a claim of this unit has taken has begun
+        if len(ops) == 1:
+            self._tell(stored)
+        elif stored:  # they go on when what a claim of this unit has taken has begun
             soon = asyncio.get_running_loop().call_soon
             soon(soon, self._tell, stored)
 
@@ -8159,7 +8166,7 @@ class Crew:
 
     def look_again(self, tier: Tier) -> None:
         """New jobs have been stored: have a claim look at them, unless one is in line behind them or has come with them."""
-        if not self._slots.lent:
+        if tier.claiming and not self._slots.lent:
             tier.wake.set()
 
     def heed(self, paused: frozenset[str]) -> None:
