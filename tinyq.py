@@ -12083,7 +12083,8 @@ class TinyQ:
     # life
 
     async def start(self) -> None:
-        """Open the database, begin to claim and to fire. Returns at once; raises AlreadyStarted, StoreError, ImportError."""
+        """Open the database, be listed in it, begin to claim and to fire. Waits for no job, and for another's write lock on being
+        listed at most 0.25 s; raises AlreadyStarted, StoreError, ImportError."""
         if isinstance(self._engine, KitEngine):
             self._configure_kit(self._engine)
             return
