@@ -2590,11 +2590,6 @@ def read_call(handler: Handler | None, call: Arguments) -> Arguments:
     return args, {name: read_back(codecs.of(name), value, name) for name, value in call[1].items()}
 
 
-def round_trip(handler: Handler | None, name: str, call: Arguments, limit: int) -> Arguments:
-    """What would arrive of a durable call. Raises PayloadError, PayloadTooLarge, Misfit."""
-    return read_call(handler, decode_call(encode_call(handler, name, call, limit), PAYLOAD_VERSION))
-
-
 # ── 9. Options of a job ───────────────────────────────────────────────────────────────────────────────────────────────
 # What a user may say about a job, checked at the call, with the way out in the message; and how it is stored with the row.
 

@@ -187,8 +187,13 @@ def handler(annotation: Any, **others: Any) -> tinyq.Handler:
     return tinyq.make_handler(send, "send", {})
 
 
+def round_trip(known: tinyq.Handler, name: str, call: tinyq.Arguments, limit: int) -> tinyq.Arguments:
+    """What would arrive of a durable call."""
+    return tinyq.read_call(known, tinyq.decode_call(tinyq.encode_call(known, name, call, limit), tinyq.PAYLOAD_VERSION))
+
+
 def arrival(annotation: Any, value: Any) -> Any:
-    [args, kwargs] = tinyq.round_trip(handler(annotation), "send", ([value], {}), LIMIT)
+    [args, kwargs] = round_trip(handler(annotation), "send", ([value], {}), LIMIT)
     assert not kwargs
     return args[0]
 
@@ -433,7 +438,7 @@ def test_a_value_in_a_circle_is_refused() -> None:
 def test_none_as_a_default_may_be_passed_whatever_the_annotation_says() -> None:
     def send(order: UUID = None) -> None: ...  # type: ignore[assignment]  # noqa: RUF013
 
-    call = tinyq.round_trip(tinyq.make_handler(send, "send", {}), "send", ([None], {}), LIMIT)
+    call = round_trip(tinyq.make_handler(send, "send", {}), "send", ([None], {}), LIMIT)
     assert call == ([None], {})
 
 
@@ -441,7 +446,7 @@ def test_a_name_that_only_type_checkers_know_spoils_no_other_parameter() -> None
     def send(order: Unknown, at: datetime) -> None: ...
 
     known = tinyq.make_handler(send, "send", {})
-    assert tinyq.round_trip(known, "send", ([1, NOON], {}), LIMIT) == ([1, NOON], {})
+    assert round_trip(known, "send", ([1, NOON], {}), LIMIT) == ([1, NOON], {})
     with pytest.raises(PayloadError, match=r"order is of type uuid\.UUID, and its annotation 'Unknown' cannot be resolved"):
         tinyq.encode_call(known, "send", ([SEVEN, NOON], {}), LIMIT)
 
@@ -451,7 +456,7 @@ def test_annotations_of_all_kinds_of_parameters_are_followed() -> None:
 
     call: tinyq.Arguments = ([SEVEN, NOON.date(), Decimal(1), Decimal(2)], {"c": Color.RED, "x": SEVEN})
     known = tinyq.make_handler(send, "send", {})
-    assert tinyq.round_trip(known, "send", call, LIMIT) == call
+    assert round_trip(known, "send", call, LIMIT) == call
     with pytest.raises(PayloadError, match=r"rest\[1\] is of type int"):
         tinyq.encode_call(known, "send", ([SEVEN, NOON.date(), Decimal(1), 2], {"c": Color.RED}), LIMIT)
     with pytest.raises(PayloadError, match="x is of type str"):
@@ -487,7 +492,7 @@ def wrapped() -> Callable[..., None]:
     ids=["method", "object", "partial", "partial of a method", "wrapper", "class"],
 )
 def test_annotations_are_found_behind_every_kind_of_callable(fn: Any, args: list[Any]) -> None:
-    assert tinyq.round_trip(tinyq.make_handler(fn, "send", {}), "send", (args, {}), LIMIT) == (args, {})
+    assert round_trip(tinyq.make_handler(fn, "send", {}), "send", (args, {}), LIMIT) == (args, {})
 
 
 def test_a_handler_of_plain_parameters_has_nothing_to_be_converted() -> None:
