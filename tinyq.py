@@ -2974,11 +2974,9 @@ _commands: Final[list[Command]] = []  # one, in a process that was started as a 
 
 def resolve(config: Config, handler: Handler | None, overrides: Mapping[str, Any]) -> Settings:
     """All options of one call: the nearest level wins."""
-    merged: dict[str, Any] = {"retry": FIVE_STARTS if handler is None or handler.registered else ONE_START}
-    if handler is None or handler.registered:
-        merged |= config.defaults
-    else:
-        merged |= {name: value for name, value in config.defaults.items() if name != "retry"}
+    merged: dict[str, Any] = {"retry": FIVE_STARTS, **config.defaults}
+    if handler is not None and not handler.registered:
+        merged["retry"] = ONE_START
     for level in (handler.options if handler else {}, overrides):
         if "delay" in level:
             merged.pop("run_at", None)
