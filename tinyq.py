@@ -10313,8 +10313,7 @@ class Engine(Inquiries):
         await self._write_the_last()
         for row in self._awaited:
             for waiter in row.waiters or ():
-                if not waiter.done():
-                    waiter.set_result(None)
+                set_done(waiter)
         self.crew.stop_watching()
         self.crew.tell_missed()
         if self.pulse is not None:
@@ -12660,7 +12659,7 @@ class Stay:
                 grace = self._command.grace
                 log.info("worker of %s: %s, grace %g s", self._target, f"queues {queues}" if queues else "all queues", grace)
                 await first(run, self._told)
-            self._tell()
+            set_done(self._told)
             await first(run, self._over)
             await asyncio.wait({run}, timeout=EXTRA)
         if trouble is not None:
@@ -12689,9 +12688,7 @@ class Stay:
         _, stage, how = message["type"].split(".")
         if how == "failed":
             self._failed = message.get("message") or "it does not say why"
-        future = self._begun if (stage, how) == ("startup", "complete") else self._over
-        if not future.done():
-            future.set_result(None)
+        set_done(self._begun if (stage, how) == ("startup", "complete") else self._over)
 
     def _idle(self) -> str | None:
         """Why there is nothing to do for a worker, once the application has started."""
@@ -12723,16 +12720,12 @@ class Stay:
         if self._signals == 0:
             raise CommandFailed(f"the lifespan of {self._target} ended by itself")
 
-    def _tell(self) -> None:
-        if not self._told.done():
-            self._told.set_result(None)
-
     def _on_signal(self) -> None:
         self._signals += 1
         if self._signals == 1:
             for q in at_work():
                 cast(Engine, q._engine).quiesce()  # whatever the application does before it comes to that
-            self._tell()
+            set_done(self._told)
         elif self._signals == 2:
             self._hurrying = asyncio.create_task(self._hurry())
         else:
