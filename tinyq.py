@@ -9911,6 +9911,7 @@ class Inquiries(Intake):
         return sum([await store.purge(ids, True) for store in self._stores() async for ids in self._dead_ids(store, task)])
 
     def _stores(self) -> list[Store]:
+        """The last one knows what holds for all processes."""
         return [tier.store for tier in (self.memory, self.durable) if tier is not None]
 
     @staticmethod
@@ -9922,16 +9923,14 @@ class Inquiries(Intake):
             yield [row.id for row in rows]
 
     async def pause(self, queue: str) -> None:
-        store = self.durable.store if self.durable is not None else self.memory_store
-        await store.pause([queue])
-        await self.memory_store.pause([queue])
+        for store in reversed(self._stores()):
+            await store.pause([queue])
         self.crew.pauses += 1
 
     async def resume(self, queue: str) -> None:
-        store = self.durable.store if self.durable is not None else self.memory_store
         now = self.clock.time()
-        await store.resume([queue], now)
-        await self.memory_store.resume([queue], now)
+        for store in reversed(self._stores()):
+            await store.resume([queue], now)
         self.crew.pauses += 1
         for tier in self.crew.tiers:
             tier.wake.set()
@@ -9945,7 +9944,7 @@ class Inquiries(Intake):
         ]
         if self.durable is not None:
             counts += await self.durable.store.counts(now)
-        paused = await (self.durable.store if self.durable is not None else self.memory_store).paused()
+        paused = await self._stores()[-1].paused()
         counts = [c.but(due=0) if c.queue in paused else c for c in counts]
         unknown = {c.task for c in counts if c.durable and c.state is State.PENDING and c.task not in self.handlers}
         fires = tuple(schedule.stats() for schedule in schedules)
