@@ -10718,9 +10718,6 @@ class KitEngine(Engine):
     def health(self) -> Health:
         return Health(status="ok", reasons=())
 
-    async def stats(self, schedules: Sequence[Periodic]) -> Stats:
-        return await super().stats(self.schedules)
-
     # what runs the jobs and moves the time
 
     async def run_one(self) -> bool:
@@ -12255,7 +12252,8 @@ class TinyQ:
 
     async def stats(self) -> Stats:
         """Counts per queue, task and state, and what the schedules of this process have done."""
-        return await self._running().stats(self._schedules)
+        engine = self._running()
+        return await engine.stats(engine.own(self._schedules))
 
     def health(self) -> Health:
         """Whether this process can do its work now, and what keeps it from that: a store that fails, a write or an event loop
