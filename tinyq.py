@@ -5748,7 +5748,6 @@ class Plain:
     def __init__(self, db: sqlite3.Connection) -> None:
         import sqlite3
 
-        self._db = db
         self._cursor = functools.partial(sqlite3.Cursor, db)
 
     def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
@@ -5756,9 +5755,6 @@ class Plain:
 
     def executemany(self, sql: str, parameters: Any, /) -> sqlite3.Cursor:
         return self._cursor().executemany(sql, parameters)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._db, name)
 
 
 class Errand(Sequence[Any]):
