@@ -11007,7 +11007,8 @@ class Schedule:
         return fires
 
     def _since(self) -> int:
-        raise NotImplementedError
+        """The moment up to which its fire times are dealt with, if that may be in the future."""
+        return 0
 
     async def pause(self) -> None:
         """Fire no more, until `resume`: with a database in no process, whatever restarts. Jobs that wait or run go on."""
@@ -11090,9 +11091,6 @@ class RecurringJob(Schedule):
     def error(self) -> str | None:
         """Of its last run, if that failed."""
         return self._row.error
-
-    def _since(self) -> int:
-        return 0
 
     @property
     def _store(self) -> Store:
