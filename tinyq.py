@@ -6706,6 +6706,7 @@ def insert_here_within(tx: Any, path: str, config: Config, rows: Sequence[JobRow
 # What is known of a job while it runs here. Plain functions run in daemon threads of tinyq's own: an executor's threads would
 # hold up the interpreter's exit, and a shared pool that is full would delay timeouts.
 
+Ended = tuple[Any, BaseException | None]  # what a call returned, or what it raised
 Why = Literal["timeout", "cancel", "shutdown", "lost", "abandoned"]
 
 
@@ -6977,15 +6978,15 @@ class Threads:
     def __init__(self) -> None:
         import queue
 
-        self._work: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[tuple[Any, BaseException | None]]] | None]
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Ended]] | None]
         self._work = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = 0
         self._threads: list[threading.Thread] = []
 
-    def submit(self, call: Callable[[], Any]) -> asyncio.Future[tuple[Any, BaseException | None]]:
+    def submit(self, call: Callable[[], Any]) -> asyncio.Future[Ended]:
         """(value, None) or (None, error), when the call has ended."""
-        future: asyncio.Future[tuple[Any, BaseException | None]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         with self._lock:
             grow = self._idle == 0
             self._idle -= not grow
@@ -7000,7 +7001,7 @@ class Threads:
         while (item := self._work.get()) is not None:
             call, future = item
             try:
-                ended: tuple[Any, BaseException | None] = (call(), None)
+                ended: Ended = (call(), None)
             except BaseException as error:
                 ended = (None, error)
             with self._lock:
@@ -7022,7 +7023,7 @@ class Threads:
         await joined(self._threads, busy)
 
 
-async def call_in_thread(job: Running, threads: Threads, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+async def call_in_thread(job: Running, threads: Threads, call: Callable[[], Any]) -> Ended:
     """Waits for the thread's real end whatever happens: until then the job keeps its slot and its lease, and is not retried."""
     future = threads.submit(functools.partial(contextvars.copy_context().run, call))
     while not future.done():
@@ -7165,7 +7166,7 @@ class Child:
         if self._process is not None and self._process.returncode is None:
             kill_group(self._process.pid)
 
-    def run(self) -> tuple[Any, BaseException | None]:
+    def run(self) -> Ended:
         """What the handler returned or raised, or how the process ended without either."""
         request = self._request()
         ours, theirs = socket.socketpair()
@@ -7211,7 +7212,7 @@ class Child:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _converse(self, ours: socket.socket, request: bytes) -> tuple[Any, BaseException | None] | None:
+    def _converse(self, ours: socket.socket, request: bytes) -> Ended | None:
         """Say what is to be done, and hear what comes of it; None if the child ends before it has said so."""
         import pickle
 
@@ -7246,7 +7247,7 @@ class Child:
             report_progress(self._job, *progress)
 
 
-def received(kind: str, pickled: bytes | None, *about: str) -> tuple[Any, BaseException | None]:
+def received(kind: str, pickled: bytes | None, *about: str) -> Ended:
     """What a child has sent, as (value, None) or (None, error)."""
     import pickle
 
@@ -7264,9 +7265,7 @@ def received(kind: str, pickled: bytes | None, *about: str) -> tuple[Any, BaseEx
     return None, raised
 
 
-async def call_in_process(
-    job: Running, threads: Threads, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Any, BaseException | None]:
+async def call_in_process(job: Running, threads: Threads, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ended:
     """Until the process has ended, of itself or killed as soon as the job is told to stop."""
     child = Child(job, args, kwargs)
     ending = threads.submit(child.run)
@@ -7506,9 +7505,6 @@ def check_call(handler: Handler, args: Sequence[Any], kwargs: Mapping[str, Any])
             handler.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"task {handler.name!r} does not take these arguments: {error}") from None
-
-
-Ended = tuple[Any, BaseException | None]  # what a call returned, or what it raised
 
 
 async def call_in_its_place(job: Running, threads: Threads, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ended:
@@ -10470,8 +10466,8 @@ class InlineThreads(Threads):
     inline = True
     inside: Final[set[int]] = set()  # threads in which one is being called, as if no event loop ran there
 
-    def submit(self, call: Callable[[], Any]) -> asyncio.Future[tuple[Any, BaseException | None]]:
-        future: asyncio.Future[tuple[Any, BaseException | None]] = asyncio.get_running_loop().create_future()
+    def submit(self, call: Callable[[], Any]) -> asyncio.Future[Ended]:
+        future: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self.inside.add(threading.get_ident())
         try:
             future.set_result((call(), None))
