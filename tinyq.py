@@ -11160,10 +11160,8 @@ class Task(Generic[P, C_co, R_co]):
 
     def enqueue_sync(self, *args: P.args, **kwargs: P.kwargs) -> Job[R_co]:
         """The same from a thread in which no event loop runs; see `TinyQ.enqueue_sync`."""
-        loop = self._q._loop_elsewhere()
-        if loop is not None:
-            return from_thread(loop, functools.partial(self.enqueue, *args, **kwargs))
-        return self._q._insert_here(self._handler, self._handler.name, args, kwargs, {})
+        call: Call[P, R_co] = Call(self._q, self._handler, {})
+        return call.enqueue_sync(*args, **kwargs)
 
     def options(self, **options: Unpack[Options]) -> Call[P, R_co]:
         """The task with other options: `await send.options(delay=60).enqueue(…)`."""
