@@ -7871,9 +7871,7 @@ def report(row: JobRow, outcome: Outcome, change: Settlement) -> None:
     if change.state is State.DEAD:
         fate = "failed for this fire time" if row.recurrence else "is dead"
         log.error("%s %s, %s: %s", label(row), fate, change.reason, change.error, exc_info=outcome.error)
-    elif outcome.kind == "split":
-        pass  # one line has told of the call
-    elif outcome.kind in ("failed", "timeout"):
+    elif outcome.kind in ("failed", "timeout"):  # (of a call that is split one line has told)
         log.warning("%s failed: %s; next start at %s", label(row), change.error, as_datetime(change.run_at))
     elif outcome.kind == "parked" and row.parked is None:
         log.warning("%s is parked: %s", label(row), change.error)
