@@ -11489,8 +11489,7 @@ class TinyQ:
                 handler.name,
             )
         self._handlers |= dict.fromkeys((handler.name, *handler.aliases), handler)
-        self._quick.clear()
-        self._plans.clear()
+        self._forget_settings()
         with contextlib.suppress(TypeError):  # not hashable: it can be enqueued through its Task only
             self._of_functions[handler.fn] = handler
         if self._engine is not None:
@@ -12069,8 +12068,7 @@ class TinyQ:
             config = configure_from({**self._environment(), **self._given})
             for command in _commands:
                 config = command.applied_to(config)
-            self._quick.clear()
-            self._plans.clear()
+            self._forget_settings()
             engine = Engine(config, self._handlers)
             self._call_dead_hooks(engine, config)
             await engine.start(self._schedules)
