@@ -11616,9 +11616,7 @@ class TinyQ:
                 leave_warnings_to_children()
             period = rule.period if isinstance(rule, Every) else 0
             prompt = min(period, ON_TIME * 1e6, *(() if grace is None else (how["grace"] * 1e6,)))
-            schedule = Periodic(
-                handler=task._handler, rule=rule, text=rule.as_text(), period=period, prompt=prompt, **how
-            )  # fmt: skip
+            schedule = Periodic(handler=task._handler, rule=rule, text=rule.as_text(), period=period, prompt=prompt, **how)
             self._schedules.append(schedule)
             if self._engine is not None:
                 self._engine.in_loop(self._engine.add_schedule, schedule)
