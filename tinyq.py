@@ -7483,7 +7483,7 @@ def decode_together(rows: Sequence[JobRow], handlers: Mapping[str, Handler]) -> 
     if max(map(len, payloads), default=SHORT) >= SHORT:
         return
     between = os.urandom(8).hex()  # no payload knows it, and so no two that are spoilt make up for each other
-    try:
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
         calls = decode_json("[" + f',"{between}",'.join(payloads) + "]", strict=True)
         if len(calls) != 2 * len(plain) - 1 or calls[1::2].count(between) != len(plain) - 1:
             return
@@ -7491,8 +7491,6 @@ def decode_together(rows: Sequence[JobRow], handlers: Mapping[str, Handler]) -> 
             handler = handlers.get(row.task)
             if handler is not None and handler.codecs is None and type(args) is list and kwargs == {}:
                 row.args = args if handler.fewest <= len(args) <= handler.most else None
-    except (ValueError, TypeError, RecursionError):
-        return
 
 
 def check_call(handler: Handler, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
