@@ -7747,14 +7747,14 @@ CARRIED: Final = (
 )  # fmt: skip
 
 
-def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: random.Random | None = None) -> Settlement:
+def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int) -> Settlement:
     """The settlement of one outcome."""
     back = row.attempts - 1
     match outcome.kind:
         case "done":
             return done(row, outcome, settings, now)
         case "failed" | "timeout":
-            return failed(row, outcome, settings, now, rng)
+            return failed(row, outcome, settings, now)
         case "snooze" if row.snoozes >= SNOOZES:
             return died(row, settings, now, reason=f"snoozed {SNOOZES:,} times")
         case "snooze":
@@ -7765,7 +7765,7 @@ def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
             return finished(row, State.CANCELLED, settings.failure_ttl, now, reason=outcome.reason, attempts=back)
         case "interrupted" if row.interruptions >= INTERRUPTIONS:
             error = InterruptedError(f"interrupted by shutdown more than {INTERRUPTIONS} times")
-            return failed(row, Outcome("failed", error=error), settings, now, rng)
+            return failed(row, Outcome("failed", error=error), settings, now)
         case "interrupted":
             return again(row, settings, now, now, attempts=back, interruptions=row.interruptions + 1, reason=outcome.reason)
         case "split":
@@ -7830,7 +7830,7 @@ def done(row: JobRow, outcome: Outcome, settings: Settings, now: int) -> Settlem
     return done_with(row, reason, result, None if ttl == math.inf else later(now, ttl), ttl > 0)
 
 
-def failed(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: random.Random | None) -> Settlement:
+def failed(row: JobRow, outcome: Outcome, settings: Settings, now: int) -> Settlement:
     error, retry = cast(BaseException, outcome.error), settings.retry
     about: dict[str, Any] = {"error": error_text(error), "traceback": traceback_text(error)}
     asked = isinstance(error, RetryAfter)
@@ -7838,7 +7838,7 @@ def failed(row: JobRow, outcome: Outcome, settings: Settings, now: int, rng: ran
         return died(row, settings, now, reason="no attempts left", **about)
     if retry.gives_up_on(error) and not asked:
         return died(row, settings, now, reason="not to be retried", **about)
-    delay = outcome.delay if outcome.delay is not None else retry.delay(row.attempts, rng)
+    delay = outcome.delay if outcome.delay is not None else retry.delay(row.attempts)
     return again(row, settings, now, later(now, delay), reason=outcome.kind, **about)
 
 
