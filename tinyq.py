@@ -11100,19 +11100,9 @@ class RecurringJob(Schedule):
         found, now = await self._store.get([self._row.id]), self._engine.clock.time()
         if not found:
             raise self._gone()
-        fresh = {
-            "id": new_id(now),
-            "seq": 0,
-            "key": None,
-            "recurrence": None,
-            "tally": None,
-            "fire_time": now,
-            "run_at": now,
-            "created": now,
-        }
-        fresh |= dict.fromkeys(("ready", "lease", "worker", "started", "waiters", "runner", "ran"))
-        fresh |= {"schedule": self._row.key, "by_hand": True}
-        return found[0].but(**FRESH, **fresh, claim_no=0)
+        nothing = ("key", "recurrence", "tally", "ready", "lease", "worker", "started", "waiters", "runner", "ran")
+        fresh = {**FRESH, **dict.fromkeys(nothing), "id": new_id(now), "seq": 0, "claim_no": 0, "schedule": self._row.key}
+        return found[0].but(**fresh, by_hand=True, created=now, run_at=now, fire_time=now)
 
     def _gone(self) -> JobNotFound:
         return JobNotFound(f"there is no recurring job {self.name} with key {self.key!r} any more")
