@@ -765,7 +765,6 @@ class Lazily:
 IS_DONE: Final = State.DONE  # (to reach a member through its class takes a while)
 IS_PENDING: Final = State.PENDING
 IS_RUNNING: Final = State.RUNNING
-STARTED: Final = {"state": State.RUNNING, "attempts": 1, "claim_no": 1}
 
 
 class JobRow:
@@ -862,8 +861,8 @@ class JobRow:
 
     def but(self, **changes: Any) -> JobRow:
         """Another row, with these changes."""
-        told = {name: getattr(self, name) for name in ("id", "task", "queue", "priority", "run_at", "durable", *STARTED)}
-        return JobRow(**{**told, **self.__dict__, **changes})
+        told = ("id", "task", "queue", "priority", "run_at", "durable", "state", "attempts", "claim_no")
+        return JobRow(**{**{name: getattr(self, name) for name in told}, **self.__dict__, **changes})
 
     def stop(self, why: Why) -> None:
         """Cancel the handler; the first reason stands, unless the right to write anything is gone."""
