@@ -373,12 +373,11 @@ class Value:
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)
 
-    def __init_subclass__(cls) -> None:
-        setattr(cls, "__setattr__", cls._refuse)  # noqa: B010  a plain definition would hide misspelled fields from mypy
-        setattr(cls, "__delattr__", cls._refuse)  # noqa: B010
-
     def _refuse(self, name: str, *value: object) -> None:
         raise AttributeError(f"{type(self).__name__}.{name} cannot be changed: make another one")
+
+    if not TYPE_CHECKING:  # it would hide misspelled fields from mypy
+        __setattr__ = __delattr__ = _refuse
 
     def but(self, **changes: Any) -> Self:
         """Another one, with these changes."""
