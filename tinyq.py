@@ -2644,12 +2644,12 @@ def is_a(value: object, *classes: tuple[str, str]) -> bool:
     return any(isinstance(value, getattr(sys.modules.get(module), name, ())) for module, name in classes)
 
 
-def connection(value: object, name: str) -> Any:
+def connection(value: object) -> Any:
     found = cast(Any, value)() if is_a(value, *SCOPED) else value
     if is_a(found, *DRIVERS, *SQLALCHEMY, *ASYNC_SQLALCHEMY):
         return found
     raise TypeError(
-        f"{name} is {value!r}: give a sqlite3.Connection, an aiosqlite.Connection, or SQLAlchemy's Session, Connection, "
+        f"tx is {value!r}: give a sqlite3.Connection, an aiosqlite.Connection, or SQLAlchemy's Session, Connection, "
         "AsyncSession or AsyncConnection"
     )
 
@@ -2657,23 +2657,23 @@ def connection(value: object, name: str) -> Any:
 HEADERS: Final = 8_192  # bytes of JSON that the headers of a job may take: they travel with each claim
 
 
-def as_headers(value: object, name: str) -> dict[str, str]:
+def as_headers(value: object) -> dict[str, str]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} is {value!r}: give a mapping from str to str")
+        raise TypeError(f"headers is {value!r}: give a mapping from str to str")
     for key, item in value.items():
         if not isinstance(key, str) or not isinstance(item, str):
-            raise TypeError(f"{name} has {key!r}: {item!r}: give a str for a str")
+            raise TypeError(f"headers has {key!r}: {item!r}: give a str for a str")
     headers = dict(value)
     if (size := len(encode_json(headers))) > HEADERS:
-        raise ValueError(f"{name} take {size:,} bytes of JSON, and {HEADERS:,} is the most: store the data and pass its id")
+        raise ValueError(f"headers take {size:,} bytes of JSON, and {HEADERS:,} is the most: store the data and pass its id")
     return headers
 
 
-def expiry(value: object, name: str) -> float | datetime:
+def expiry(value: object) -> float | datetime:
     if isinstance(value, datetime):
-        as_moment(value, name)
+        as_moment(value, "expires")
         return value
-    return duration(value, name)
+    return duration(value, "expires")
 
 
 CHECKS: Final[Mapping[str, Callable[[Any], Any]]] = {
@@ -2682,7 +2682,7 @@ CHECKS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "priority": lambda value: whole(value, "priority", -(2**31)),
     "delay": lambda value: duration(value, "delay"),
     "run_at": lambda value: as_moment(value, "run_at"),
-    "expires": lambda value: expiry(value, "expires"),
+    "expires": expiry,
     "key": lambda value: text(value, "key"),
     "on_conflict": lambda value: choice(value, "on_conflict", "reuse", "queue", "replace", "raise"),
     "retry": as_retry,
@@ -2690,8 +2690,8 @@ CHECKS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "result_ttl": lambda value: duration(value, "result_ttl", infinite=True),
     "failure_ttl": lambda value: duration(value, "failure_ttl", infinite=True),
     "on_lost": lambda value: choice(value, "on_lost", "retry", "dead"),
-    "headers": lambda value: as_headers(value, "headers"),
-    "tx": lambda value: connection(value, "tx"),
+    "headers": as_headers,
+    "tx": connection,
 }
 
 
@@ -6777,7 +6777,7 @@ def headers_of(row: JobRow) -> dict[str, str]:
     if row.headers is None:
         return dict(row.settings.headers or {}) if row.settings else {}
     with contextlib.suppress(TypeError, ValueError, RecursionError):
-        return as_headers(decode_json(row.headers), "headers")
+        return as_headers(decode_json(row.headers))
     return {}
 
 
@@ -7581,7 +7581,7 @@ def add_headers(row: JobRow, hooks: Sequence[EnqueueHook]) -> None:
         changed = dict(headers)
         try:
             hook(changed)
-            headers = as_headers(changed, "headers")
+            headers = as_headers(changed)
         except Exception as error:
             log.warning("on_enqueue hook %r failed for a job of task %s, which goes on: %s", hook, row.task, error_text(error))
     if headers or row.headers is not None:
