@@ -3603,9 +3603,6 @@ class Fires:
     def note(self, run: JobRow) -> None:
         self.earlier, self.run = self.runs(), run
 
-    def record(self) -> ScheduleRecord:
-        return ScheduleRecord(-1 if self.last is None else self.last, self.paused)
-
 
 class MemoryStore:
     """Rows in dictionaries and heaps. Entries of rows that have moved on are dropped when they come up."""
@@ -4005,6 +4002,7 @@ class MemoryStore:
         return self.held
 
     async def define(self, schedules: Sequence[tuple[str, str, int]], now: int) -> Mapping[str, ScheduleRecord]:
+        records = {}
         for name, rule, moment in schedules:
             fires = self._schedules.setdefault(name, Fires())
             if fires.last is None:
@@ -4012,7 +4010,8 @@ class MemoryStore:
             elif fires.rule not in (None, rule):
                 fires.last = max(now, fires.last)
             fires.rule = rule
-        return {name: self._schedules[name].record() for name, _, _ in schedules}
+            records[name] = ScheduleRecord(fires.last, fires.paused)
+        return records
 
     async def suspend(self, schedule: str, paused: bool, now: int) -> None:
         fires = self._schedules.setdefault(schedule, Fires())
