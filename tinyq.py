@@ -8239,6 +8239,8 @@ class Crew:
             return fresh
         if row.claim_no or row.state is not IS_PENDING or row.key is not None or row.options is not None:
             return None
+        if fresh.claim_no != 1:  # others have had it since
+            return None
         row.state, row.claim_no, row.attempts, row.seq, row.run_at = IS_RUNNING, 1, 1, fresh.seq, fresh.run_at
         row.worker, row.lease, row.started, row.args = fresh.worker, fresh.lease, fresh.started, fresh.args
         row.task, row.queue, row.priority, row.payload = fresh.task, fresh.queue, fresh.priority, fresh.payload  # edited by hand

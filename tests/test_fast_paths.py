@@ -1682,6 +1682,42 @@ async def test_jobs_that_come_together_are_written_with_their_claim_though_the_f
     assert written[0] == (30, 29)
 
 
+async def test_a_job_that_died_elsewhere_and_was_requeued_is_settled_by_the_claim_that_it_runs_under(
+    open_file: Open, file: Path
+) -> None:
+    """Of a lane of a batch task, a claim need not read a row whole though it has been claimed before."""
+    q = await open_file(concurrency=1, clock=SystemClock())
+    running, go_on = asyncio.Event(), asyncio.Event()
+    items: list[int] = []
+
+    @q.task(name="busy")
+    async def busy() -> None:
+        running.set()
+        await go_on.wait()
+
+    @q.batch(10, name="batch", durable=True)
+    async def batch(numbers: list[int]) -> None:
+        items.extend(numbers)
+
+    await busy.enqueue()
+    await running.wait()
+    async with TinyQ(file, clock=SystemClock()) as other:
+
+        @other.batch(10, name="batch", durable=True, retry=False)
+        async def fails(numbers: list[int]) -> None:
+            raise ValueError("no")
+
+        job = await batch.enqueue(7)
+        await eventually(lambda: query(file, "SELECT state FROM tinyq_jobs") == [("dead",)])
+        await other.quiesce()
+        assert await other.requeue(job.id) == 1
+    go_on.set()
+    async with asyncio.timeout(10):
+        await job.result()
+    assert items == [7] and (job.status, job.attempts) == (State.DONE, 1)
+    assert query(file, "SELECT state FROM tinyq_jobs") == []
+
+
 @pytest.mark.parametrize("payload", ["[[7],{}],[[7],{}]", "[[7],{}", "[[7],{}],", "", "[[7],[]]", "[7,{}]", "[[NaN],{}]", "7"])
 async def test_a_payload_that_is_none_leaves_those_that_are_claimed_with_it_their_own_arguments(
     open_file: Open, file: Path, payload: str
