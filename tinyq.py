@@ -8237,10 +8237,10 @@ class Crew:
         row = self.live.get(fresh.id, fresh)
         if row is fresh:
             return fresh
-        if row.claim_no or row.state is not IS_PENDING or row.key is not None or row.options is not None:
-            return None
-        if fresh.claim_no != 1:  # others have had it since
-            return None
+        if row.claim_no or row.state is not IS_PENDING or fresh.claim_no != 1 or fresh.key is not None:
+            return None  # others have had it since
+        if (row.key, row.options, row.headers, row.expires, row.limit_value) != (None, None, None, None, None):
+            return None  # and this is one that has lost what it had, such as by a requeue
         row.state, row.claim_no, row.attempts, row.seq, row.run_at = IS_RUNNING, 1, 1, fresh.seq, fresh.run_at
         row.worker, row.lease, row.started, row.args = fresh.worker, fresh.lease, fresh.started, fresh.args
         row.task, row.queue, row.priority, row.payload = fresh.task, fresh.queue, fresh.priority, fresh.payload  # edited by hand

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from clock import FakeClock
 from conftest import OpenAt
-from helpers import Open, eventually, stopped_at_once
+from helpers import Open, edit, eventually, stopped_at_once
 
 import tinyq
 from tinyq import Job, JobCancelled, JobNotFound, Snooze, SQLiteStore, State, StoreBusy, StoreError, SystemClock, TinyQ
@@ -1716,6 +1716,61 @@ async def test_a_job_that_died_elsewhere_and_was_requeued_is_settled_by_the_clai
         await job.result()
     assert items == [7] and (job.status, job.attempts) == (State.DONE, 1)
     assert query(file, "SELECT state FROM tinyq_jobs") == []
+
+
+async def test_a_job_that_others_have_cancelled_and_requeued_does_not_expire_any_more(open_file: Open, file: Path) -> None:
+    q = await open_file(concurrency=1, clock=SystemClock())
+    running, go_on = asyncio.Event(), asyncio.Event()
+    ran: list[int] = []
+
+    @q.task(name="busy")
+    async def busy() -> None:
+        running.set()
+        await go_on.wait()
+
+    @q.task(name="plain", durable=True)
+    async def plain(number: int) -> None:
+        ran.append(number)
+
+    await busy.enqueue()
+    await running.wait()
+    async with TinyQ(file, worker=False, clock=SystemClock()) as other:
+        job = await plain.options(expires=0.2).enqueue(7)
+        assert await (await other.get(job.id)).cancel()
+        assert await other.requeue(job.id) == 1
+    await asyncio.sleep(0.25)
+    go_on.set()
+    async with asyncio.timeout(10):
+        await job.result()
+    assert ran == [7]
+
+
+@pytest.mark.parametrize(("column", "before"), [("headers", {"headers": {"a": "b"}}), ("expires", {"expires": 0.2})])
+async def test_what_a_hand_has_taken_off_a_job_is_off_it_though_a_handle_knows_of_it(
+    open_file: Open, file: Path, column: str, before: dict[str, Any]
+) -> None:
+    q = await open_file(concurrency=1, clock=SystemClock())
+    running, go_on = asyncio.Event(), asyncio.Event()
+    ran: list[tuple[int, dict[str, str]]] = []
+
+    @q.task(name="busy")
+    async def busy() -> None:
+        running.set()
+        await go_on.wait()
+
+    @q.task(name="plain", durable=True)
+    async def plain(number: int) -> None:
+        ran.append((number, dict(tinyq.current_job().headers)))
+
+    await busy.enqueue()
+    await running.wait()
+    job = await plain.options(**before).enqueue(7)
+    edit(file, f"UPDATE tinyq_jobs SET {column} = NULL")
+    await asyncio.sleep(0.25)
+    go_on.set()
+    async with asyncio.timeout(10):
+        await job.result()
+    assert ran == [(7, {})]
 
 
 @pytest.mark.parametrize("payload", ["[[7],{}],[[7],{}]", "[[7],{}", "[[7],{}],", "", "[[7],[]]", "[7,{}]", "[[NaN],{}]", "7"])
