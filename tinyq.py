@@ -8237,13 +8237,13 @@ class Crew:
         row = self.live.get(fresh.id, fresh)
         if row is fresh:
             return fresh
-        if row.claim_no or row.state is not IS_PENDING or fresh.claim_no != 1 or fresh.key is not None:
+        if row.claim_no or row.state is not IS_PENDING or fresh.claim_no != 1 or fresh.key is not None or fresh.task != row.task:
             return None  # others have had it since
         if (row.key, row.options, row.headers, row.expires, row.limit_value) != (None, None, None, None, None):
             return None  # and this is one that has lost what it had, such as by a requeue
         row.state, row.claim_no, row.attempts, row.seq, row.run_at = IS_RUNNING, 1, 1, fresh.seq, fresh.run_at
         row.worker, row.lease, row.started, row.args = fresh.worker, fresh.lease, fresh.started, fresh.args
-        row.task, row.queue, row.priority, row.payload = fresh.task, fresh.queue, fresh.priority, fresh.payload  # edited by hand
+        row.queue, row.priority, row.payload = fresh.queue, fresh.priority, fresh.payload  # edited by hand
         return row
 
     def _start_one(self, tier: Tier, row: JobRow, calls: dict[tuple[Any, ...], list[Running]], now: int) -> Sequence[Settlement]:
@@ -8401,6 +8401,8 @@ class Crew:
         ended = row.finished is not None and fresh.finished is None and fresh.claim_no == row.claim_no
         older = fresh.claim_no < row.claim_no or (ended and not (again and fresh.state is State.PENDING))
         if row is not fresh and row.tag not in self.running and not older:
+            if fresh.task != row.task:  # a hand has made it a job of another
+                row.handler = None
             vars(row).update(as_values(fresh))
             row.args = row.settings = None
         return row

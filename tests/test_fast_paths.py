@@ -1773,6 +1773,37 @@ async def test_what_a_hand_has_taken_off_a_job_is_off_it_though_a_handle_knows_o
     assert ran == [(7, {})]
 
 
+@pytest.mark.parametrize("limits", [{}, {"max_running": 1}])
+async def test_a_job_that_a_hand_has_given_to_another_task_runs_as_one_of_that_though_a_handle_knows_of_it(
+    open_file: Open, file: Path, limits: dict[str, Any]
+) -> None:
+    q = await open_file(concurrency=1, clock=SystemClock())
+    running, go_on = asyncio.Event(), asyncio.Event()
+    ran: list[str] = []
+
+    @q.task(name="busy")
+    async def busy() -> None:
+        running.set()
+        await go_on.wait()
+
+    @q.task(name="one", durable=True, **limits)
+    async def one() -> None:
+        ran.append("one")
+
+    @q.task(name="other", durable=True)
+    def other() -> None:
+        ran.append("other")
+
+    await busy.enqueue()
+    await running.wait()
+    job = await one.enqueue()
+    edit(file, "UPDATE tinyq_jobs SET task = 'other', lane = 0")
+    go_on.set()
+    async with asyncio.timeout(10):
+        await job.result()
+    assert (ran, job.task) == (["other"], "other")
+
+
 @pytest.mark.parametrize("payload", ["[[7],{}],[[7],{}]", "[[7],{}", "[[7],{}],", "", "[[7],[]]", "[7,{}]", "[[NaN],{}]", "7"])
 async def test_a_payload_that_is_none_leaves_those_that_are_claimed_with_it_their_own_arguments(
     open_file: Open, file: Path, payload: str
