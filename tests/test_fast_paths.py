@@ -1632,6 +1632,39 @@ async def test_durable_jobs_work_where_tasks_are_eager(open_file: Open, file: Pa
         loop.set_task_factory(None)
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="eager tasks are new in 3.12")
+async def test_eager_tasks_end_each_job_and_free_each_slot_once(
+    open_file: Open, file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The look at the loop, which finds jobs whose task is over, comes often here, and so before an outcome is written."""
+    monkeypatch.setattr(tinyq, "WATCH", 0.0)
+    loop = asyncio.get_running_loop()
+    loop.set_task_factory(asyncio.eager_task_factory)  # type: ignore[attr-defined,unused-ignore]  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        q = await open_file(concurrency=5, clock=SystemClock())
+        ran: list[int] = []
+
+        @q.task(name="runs", durable=True)
+        async def runs(number: int) -> None:
+            ran.append(number)
+
+        @q.batch(3, name="batch", durable=True)
+        async def batch(numbers: list[int]) -> None:
+            ran.extend(numbers)
+
+        for first in range(0, 100, 10):
+            some = [runs.enqueue(first + n) if n < 5 else batch.enqueue(first + n) for n in range(10)]
+            jobs = [await job for job in some] if first < 50 else await asyncio.gather(*some)
+            async with asyncio.timeout(10):
+                assert [await job.result() for job in jobs] == [None] * 10
+        assert sorted(ran) == list(range(100))
+        assert engine_of(q).crew._slots.shared == 5
+        await q.stop()
+    finally:
+        loop.set_task_factory(None)
+    assert [record.message for record in caplog.records if record.levelname != "INFO"] == []
+
+
 async def test_jobs_that_callers_add_together_are_claimed_with_one_claim(
     open_file: Open, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
