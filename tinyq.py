@@ -4817,7 +4817,7 @@ def gated_heads(db: sqlite3.Connection, room: Room, lane: Lane, limits: Limits, 
             count, first_run_at = lane.gathered, min(row[5] for row in lane.due[: terms.size])
         else:
             count, first_run_at = db.execute(GATHERED, (lane.number, terms.size)).fetchone()
-        if (wait := terms.ripe_at([first_run_at], count)) > now:
+        if count and (wait := terms.ripe_at([first_run_at], count)) > now:  # others may have taken them since the head was read
             limits.block(terms, lane.value or "")
             return [], wait
     if head is not None and head[5]:

@@ -1837,6 +1837,34 @@ async def test_a_job_that_a_hand_has_given_to_another_task_runs_as_one_of_that_t
     assert (ran, job.task) == (["other"], "other")
 
 
+async def test_a_claim_looks_on_if_others_take_what_gathers_while_it_looks(
+    open_file: Open, file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    q = await open_file(clock=SystemClock())
+    ran: list[int] = []
+
+    @q.batch(10, name="batch", durable=True, window=0.2)
+    async def batch(numbers: list[int]) -> None:
+        ran.extend(numbers)
+
+    gated_rows, taken = tinyq.gated_rows, list[int]()
+
+    def taken_meanwhile(db: Any, lane: Any, most: int) -> list[Any]:
+        found = gated_rows(db, lane, most)
+        if found and not taken and not db.in_transaction:
+            taken.append(found[0][2])
+            edit(file, "DELETE FROM tinyq_jobs")
+        return found
+
+    monkeypatch.setattr(tinyq, "gated_rows", taken_meanwhile)
+    await batch.enqueue(1)
+    await eventually(lambda: taken)
+    await batch.enqueue(2)
+    await eventually(lambda: ran)
+    assert ran == [2]
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 @pytest.mark.parametrize("payload", ["[[7],{}],[[7],{}]", "[[7],{}", "[[7],{}],", "", "[[7],[]]", "[7,{}]", "[[NaN],{}]", "7"])
 async def test_a_payload_that_is_none_leaves_those_that_are_claimed_with_it_their_own_arguments(
     open_file: Open, file: Path, payload: str
