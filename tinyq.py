@@ -5991,13 +5991,13 @@ class SQLiteStore:
             raise ImportError("a tinyq database needs aiosqlite: pip install aiosqlite") from None
         try:
             options: dict[str, Any] = {"isolation_level": None, "timeout": 0, "factory": connection_class()}
-            self._writer = await self._connect(aiosqlite.connect(self.path, **options))
+            self._writer = await self._connected(aiosqlite.connect(self.path, **options))
             self.facts = await self._hop(self._writer, lambda db: prepare(db, self.path, self._synchronous, self._auto_migrate))
             await self._hop(self._writer, lambda db: setattr(db, "full", self._synchronous == "full"))
             await self._hop(self._writer, lambda db: patiently(lambda: warm_up(db, self._namespace), time.monotonic() + PATIENCE))
             self._identity = await self._hop(self._writer, lambda db: file_identity(self.path))
             await self._hop(self._writer, lambda db: warn_if_unfit(self.path))
-            self._reader = await self._connect(aiosqlite.connect(self.path, **options))
+            self._reader = await self._connected(aiosqlite.connect(self.path, **options))
             await self._hop(self._reader, lambda db: db.execute("PRAGMA query_only = ON"))
         except BaseException as error:
             await self.close()
@@ -6215,13 +6215,20 @@ class SQLiteStore:
         if due is not None and self.on_due is not None:
             self.on_due(db, due)
 
-    def _connect(self, connection: aiosqlite.Connection) -> aiosqlite.Connection:
+    async def _connected(self, connection: aiosqlite.Connection) -> aiosqlite.Connection:
         """A daemon's thread: it would keep a program from exiting that never calls stop(). (Before aiosqlite 0.22 the connection
         itself is the thread.)"""
         thread: threading.Thread = getattr(connection, "_thread", cast(Any, connection))
         thread.daemon = True
         self._threads.append(thread)
-        return connection
+        connecting = asyncio.ensure_future(connection)
+        try:
+            return await asyncio.shield(connecting)
+        except asyncio.CancelledError:  # what the thread has opened by then is to be closed
+            await asyncio.wait({connecting})
+            if not connecting.cancelled() and connecting.exception() is None:
+                await connection.close()
+            raise
 
     async def _hop(self, connection: aiosqlite.Connection, call: Callable[[sqlite3.Connection], T]) -> T:
         [answer] = cast("list[T]", await connection.execute_fetchall("", Hop(call)))

@@ -523,3 +523,21 @@ async def test_a_start_that_is_given_up_leaves_no_thread_and_no_connection(file:
     assert (pulses(), len(tinyq._open)) == ([], open_before)
     await q.start()
     await q.stop()
+
+
+@pytest.mark.parametrize("turns", [*range(1, 8), 0.001, 0.003, 0.01, 0.03])
+async def test_a_start_that_is_given_up_at_any_moment_leaves_no_connection(file: Path, turns: float) -> None:
+    async with TinyQ(file, worker=False):
+        pass
+    open_before = len(tinyq._open)
+    for _ in range(3):
+        q = TinyQ(file)
+        starting = asyncio.create_task(q.start())
+        for _ in range(turns if isinstance(turns, int) else 0):
+            await asyncio.sleep(0)
+        if not isinstance(turns, int):
+            await asyncio.sleep(turns)
+        starting.cancel()
+        await asyncio.wait([starting])
+        await q.stop()
+        assert (pulses(), len(tinyq._open)) == ([], open_before)
