@@ -6493,11 +6493,13 @@ class Pulse:
     async def stop(self) -> None:
         self._ending = True
         self._nudge.set()
-        await joined([self._thread])
-        if self._socket is not None:
-            if self._port is not None:
-                self._loop.remove_reader(self._socket)
-            self._socket.close()
+        try:
+            await joined([self._thread])
+        finally:
+            if self._socket is not None:
+                if self._port is not None:
+                    self._loop.remove_reader(self._socket)
+                self._socket.close()
 
     def ring(self, db: sqlite3.Connection, now: int) -> None:
         """Have the other workers look; in the thread of the connection. Whoever does not hear it finds out with its next tick."""
@@ -10119,8 +10121,10 @@ class Engine(Inquiries):
         try:
             await self.pulse.start()
         except BaseException:
-            await self.pulse.stop()
-            await store.close()
+            try:
+                await self.pulse.stop()
+            finally:  # it may be told again to give up
+                await store.close()
             raise
         self._begin("results", self.look_up, self.lookout)
 

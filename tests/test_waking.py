@@ -541,3 +541,20 @@ async def test_a_start_that_is_given_up_at_any_moment_leaves_no_connection(file:
         await asyncio.wait([starting])
         await q.stop()
         assert (pulses(), len(tinyq._open)) == ([], open_before)
+
+
+async def test_a_start_that_is_told_twice_to_give_up_leaves_no_thread_and_no_connection(file: Path) -> None:
+    async with TinyQ(file, worker=False):
+        pass
+    threads_before, open_before = threading.active_count(), len(tinyq._open)
+    with closing(sqlite3.connect(file, isolation_level=None)) as db:
+        db.execute("BEGIN IMMEDIATE")
+        starting = asyncio.create_task(TinyQ(file).start())
+        await eventually(lambda: bool(pulses()))
+        starting.cancel()
+        await asyncio.sleep(0.01)
+        starting.cancel()
+        await asyncio.wait([starting])
+        db.execute("ROLLBACK")
+    assert starting.cancelled()
+    await eventually(lambda: (threading.active_count(), len(tinyq._open)) == (threads_before, open_before))
