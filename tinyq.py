@@ -8061,15 +8061,13 @@ def create_task(
 ) -> asyncio.Task[None]:
     """A task by the loop's own factory. A job begins with the next turn even if that makes eager ones: before, what starts it
     has more to note of it, and of those that were claimed with it."""
-    return loop.create_task(in_its_turn(run), name=name, context=context)
+    task = loop.create_task(in_its_turn(run), name=name, context=context)
+    task.add_done_callback(lambda _: run.close())  # cancelled before its turn it has not begun
+    return task
 
 
 async def in_its_turn(run: Coroutine[Any, Any, None]) -> None:
-    try:
-        await asyncio.sleep(0)
-    except BaseException:
-        run.close()
-        raise
+    await asyncio.sleep(0)
     await run
 
 
