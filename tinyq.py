@@ -5362,7 +5362,9 @@ class Op:
     answer: Any = None
     error: BaseException | None = None
     finished: bool = False
-    light: bool = False  # claims and renewals only
+    written: bool = False  # and not only looked for
+    light: bool = False  # a claim or renewal: what a power cut takes along of these is done again, so they wait for no disk
+    starts: bool = False  # so does `then`, though not the answer
     carries: bool = False  # or has carried riders, who all may have gone
     due: bool = False  # so is one of their rows
 
@@ -5412,7 +5414,6 @@ def connection_class() -> type[sqlite3.Connection]:
         def __init__(self, path: str, *args: Any, **options: Any) -> None:
             self.path = path
             self.busy = threading.Lock()  # held while something is done with it
-            self.full = False  # whether each commit waits for the disk
             with _opening:
                 super().__init__(path, *args, **options)
                 _open.append(self)
@@ -5517,14 +5518,7 @@ def answer_all(db: sqlite3.Connection, namespace: str, ops: Sequence[Op]) -> lis
 
 def in_transaction(db: sqlite3.Connection, namespace: str, ops: Sequence[Op], deadline: float) -> list[Any]:
     """The answers of all operations, committed; or an error, and nothing was written."""
-    relaxed = getattr(db, "full", False) and all(op.light for op in ops)
-    if relaxed:  # what a power cut takes along of these is done again: no reason to wait for the disk
-        db.execute("PRAGMA synchronous = NORMAL")
-    try:
-        return committed(db, lambda: answer_all(db, namespace, ops), deadline)
-    finally:
-        if relaxed:
-            db.execute("PRAGMA synchronous = FULL")
+    return committed(db, lambda: answer_all(db, namespace, ops), deadline)
 
 
 def attempt(db: sqlite3.Connection, op: Op, alone: bool) -> Any:
@@ -5554,7 +5548,7 @@ def run_unit(db: sqlite3.Connection, namespace: str, ops: Sequence[Op]) -> None:
             # Not for longer at a time: a claim that comes meanwhile is to find out in its own time that the file is locked.
             answers = in_transaction(db, namespace, ops, min(time.monotonic() + 0.05, *(op.deadline for op in ops)))
             for op, answer in zip(ops, answers, strict=True):
-                op.answer, op.finished = answer, True
+                op.answer, op.finished, op.written = answer, True, True
                 op.error = answer if isinstance(answer, TinyQError) else None
     except Exception as error:
         if is_busy(error):
@@ -5606,11 +5600,29 @@ class LogFile:
 
     def __init__(self, path: str) -> None:
         self._path = f"{path}-wal"
+        self._descriptor: int | None = None
         self._units = 0  # since the last time
         self._enough = 100  # units that fill LOG_PAGES, as far as is known
         self._frames = 0  # in the log after the last time
         self._next_size = LOG_BYTES
         self._failed = False
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def sync(self) -> None:
+        """Have on the disk what has been committed. With synchronous = FULL SQLite does it inside of COMMIT, where whoever wants
+        the write lock, and what may go on without, would wait for it. (https://sqlite.org/pragma.html#pragma_synchronous)"""
+        try:
+            if self._descriptor is None:
+                self._descriptor = os.open(self._path, os.O_RDWR)
+            getattr(os, "fdatasync", os.fsync)(self._descriptor)  # macOS and Windows have only the other
+        except OSError as error:
+            raise StoreError(
+                f"{self._path} cannot be brought to the disk, so a power cut may undo what was just written: {error}"
+            ) from error
 
     def due(self) -> bool:
         """Asked once after each unit, in the owner's thread."""
@@ -5991,9 +6003,11 @@ class SQLiteStore:
             raise ImportError("a tinyq database needs aiosqlite: pip install aiosqlite") from None
         try:
             options: dict[str, Any] = {"isolation_level": None, "timeout": 0, "factory": connection_class()}
+            self._loop = asyncio.get_running_loop()
             self._writer = await self._connected(aiosqlite.connect(self.path, **options))
-            self.facts = await self._hop(self._writer, lambda db: prepare(db, self.path, self._synchronous, self._auto_migrate))
-            await self._hop(self._writer, lambda db: setattr(db, "full", self._synchronous == "full"))
+            # (What "full" asks for besides is done after the COMMIT: see LogFile.sync.)
+            facts = await self._hop(self._writer, lambda db: prepare(db, self.path, "normal", self._auto_migrate))
+            self.facts = {**facts, "synchronous": self._synchronous}
             await self._hop(self._writer, lambda db: patiently(lambda: warm_up(db, self._namespace), time.monotonic() + PATIENCE))
             self._identity = await self._hop(self._writer, lambda db: file_identity(self.path))
             await self._hop(self._writer, lambda db: warn_if_unfit(self.path))
@@ -6110,6 +6124,7 @@ class SQLiteStore:
         self._reader = self._writer = None  # nothing new is accepted
         if self._flushing is not None:
             await asyncio.wait({self._flushing})
+        self._log.close()
         for connection in connections:
             if connection is not None:
                 await connection.close()
@@ -6133,12 +6148,15 @@ class SQLiteStore:
         return self._carrier is not None and self._carrier.due
 
     def hand_over(
-        self, row: JobRow, now: int, then: Callable[[Sequence[Inserted] | None], None]
+        self, row: JobRow, now: int, then: Callable[[Sequence[Inserted] | None], None], sure: bool = False
     ) -> asyncio.Future[Sequence[Inserted]]:
-        """Insert a new row with its lease already on it. `then` hears what came of it, also when the caller has gone."""
+        """Insert a new row with its lease already on it. `then` hears what came of it, also when the caller has gone: as soon as
+        it is committed, or with `sure` when it is on the disk."""
         if self._writer is None:
             then(None)
-        return self._submit(None, rows=[row], now=now, then=then)
+        answer = self._submit(None, rows=[row], now=now, then=then)
+        self._waiting[-1].starts = not sure
+        return answer
 
     async def insert_within(self, tx: Any, rows: Sequence[JobRow], now: int) -> Sequence[Inserted]:
         """Insert in the caller's transaction: in this thread on a sqlite3 connection, in its own on an aiosqlite one."""
@@ -6324,6 +6342,19 @@ class SQLiteStore:
         run_unit(db, self._namespace, ops)
         self._log_due = self._log.due()
         self._ring(db, ops)
+        if self._synchronous == "full" and any(op.written and not op.light for op in ops):
+            if any(op.light or op.starts for op in ops):
+                self._loop.call_soon_threadsafe(self._go_ahead, ops)
+            self._log.sync()
+
+    def _go_ahead(self, ops: Sequence[Op]) -> None:
+        """What has been claimed starts while the others of its unit wait for the disk."""
+        for op in ops:
+            if op.light and op.finished:
+                self._answer([op])
+            elif op.starts and op.then is not None and op.finished and op.error is None:
+                op.then(op.answer)
+                op.then = None
 
     def _answer(self, ops: Sequence[Op], failure: BaseException | None = None) -> None:
         again, stored = list[Op](), list[tuple[JobRow, asyncio.Future[None]]]()
@@ -9444,7 +9475,8 @@ class Intake:
         crew.activity += 1
         if tier.claiming:
             if store.idle and crew.offer(tier, row, row.created):
-                return store.hand_over(row, row.created, functools.partial(crew.take_over, tier, row))
+                sure = row.settings is None or row.settings.on_lost == "dead"
+                return store.hand_over(row, row.created, functools.partial(crew.take_over, tier, row), sure)
             crew.live[row.id] = row
             if row.run_at <= row.created and not store.carries_due:
                 tier.wake.set()  # so that a claim goes along with this and what else is enqueued now

@@ -1,6 +1,7 @@
 """What is true of the SQLite store alone: its file, its locks and the owner of all writes."""
 
 import asyncio
+import errno
 import os
 import re
 import sqlite3
@@ -252,35 +253,90 @@ async def test_a_file_that_stays_in_another_journal_mode_is_refused(path: str, m
     await refuses(path, "WAL")
 
 
-@pytest.mark.parametrize(("option", "level"), [("full", 2), ("normal", 1)])
-async def test_writes_are_as_synchronous_as_asked_for(path: str, spy: Spy, option: str, level: int) -> None:
-    levels = set()
+class Disk:
+    """Sees how the write-ahead log is brought to the disk, and may make that take long or fail."""
 
-    def look(db: sqlite3.Connection, sql: str) -> None:
-        if sql.startswith("COMMIT"):
-            levels.add(sqlite3.Connection.execute(db, "PRAGMA synchronous").fetchone()[0])
+    def __init__(self, path: str) -> None:
+        self.log = f"{path}-wal"
+        self.syncs = 0
+        self.error: OSError | None = None
+        self.halted, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
 
+    def sync(self, descriptor: int) -> None:
+        assert os.path.samestat(os.fstat(descriptor), os.stat(self.log))
+        self.syncs += 1
+        self.halted.set()
+        assert self.go_on.wait(20)
+        if self.error is not None:
+            raise self.error
+
+    async def halts(self) -> None:
+        assert await asyncio.to_thread(self.halted.wait, 20)
+
+
+@pytest.fixture
+def disk(path: str, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    disk = Disk(path)
+    monkeypatch.setattr(os, "fdatasync" if hasattr(os, "fdatasync") else "fsync", disk.sync)
+    return disk
+
+
+@pytest.mark.parametrize(("option", "syncs"), [("full", 1), ("normal", 0)])
+async def test_writes_are_as_synchronous_as_asked_for(path: str, disk: Disk, option: str, syncs: int) -> None:
     async with opened(path, synchronous=option) as store:
-        spy.before = look
         await store.insert([job()], NOW)
-    assert levels == {level}
+        assert disk.syncs == syncs
 
 
-async def test_only_claims_and_renewals_need_not_wait_for_the_disk(path: str, spy: Spy) -> None:
-    levels: list[int] = []
-
-    def look(db: sqlite3.Connection, sql: str) -> None:
-        if sql.startswith("COMMIT"):
-            levels.append(sqlite3.Connection.execute(db, "PRAGMA synchronous").fetchone()[0])
-
+async def test_an_insertion_is_answered_when_it_is_on_the_disk(path: str, disk: Disk, other: sqlite3.Connection) -> None:
+    disk.go_on.clear()
     async with opened(path) as store:
-        spy.before = look
+        inserting = asyncio.create_task(store.insert([job()], NOW))
+        await disk.halts()
+        assert other.execute("SELECT count(*) FROM tinyq_jobs").fetchone() == (1,)  # others see it
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not inserting.done()
+        disk.go_on.set()
+        await inserting
+
+
+async def test_only_claims_and_renewals_need_not_wait_for_the_disk(path: str, disk: Disk) -> None:
+    syncs: list[int] = []
+    async with opened(path) as store:
         await store.insert([job(), job()], NOW)
+        syncs.append(disk.syncs)
         claimed = await store.claim(Room(2, {}, 2, 1, {"send": False}), "w1", LEASE, NOW)
+        syncs.append(disk.syncs)
         await store.extend([(row.seq, row.claim_no, None) for row in claimed.rows], LEASE + 1)
+        syncs.append(disk.syncs)
         await store.requeue([row.id for row in claimed.rows], NOW)
+        syncs.append(disk.syncs)
     assert len(claimed.rows) == 2
-    assert levels == [2, 1, 1, 2]
+    assert syncs == [1, 1, 1, 2]
+
+
+async def test_a_claim_is_answered_while_others_of_its_unit_wait_for_the_disk(path: str, disk: Disk) -> None:
+    disk.go_on.clear()
+    async with opened(path) as store:
+        inserting = asyncio.create_task(store.insert([job()], NOW))
+        claimed = await store.claim(Room(2, {}, 2, 1, {"send": False}), "w1", LEASE, NOW)
+        await disk.halts()
+        assert len(claimed.rows) == 1
+        assert not inserting.done()
+        disk.go_on.set()
+        await inserting
+
+
+async def test_what_cannot_be_brought_to_the_disk_is_an_error_for_who_wrote_it(path: str, disk: Disk) -> None:
+    disk.error = OSError(errno.EIO, "Input/output error")
+    async with opened(path) as store:
+        with pytest.raises(StoreError, match="cannot be brought to the disk, so a power cut may undo what was just written"):
+            await store.insert([job()], NOW)
+        disk.error = None
+        await store.insert([job()], NOW)
+        assert len(await store.list(State.PENDING)) == 2
 
 
 async def test_no_connection_leaves_waiting_to_sqlite(path: str, spy: Spy) -> None:
