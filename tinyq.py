@@ -2501,7 +2501,9 @@ class Annotations:
     def _class(self, hint: Any, kind: Any, strict: bool) -> Codec:
         import enum
 
-        if kind in scalars() and (strict or kind not in PLAIN):
+        if kind in PLAIN and not strict:
+            return Codec(kind.__name__)
+        if kind in scalars():
             return scalars()[kind]
         own = vars(kind)
         if "pydantic" in sys.modules and (hasattr(kind, "__get_pydantic_core_schema__") or "__pydantic_validator__" in own):
@@ -5679,6 +5681,8 @@ def prepare(db: sqlite3.Connection, path: str, synchronous: str, auto_migrate: b
                 f"which auto_migrate=False leaves to you: run what `python -m tinyq schema {path}` prints"
             )
         committed(db, lambda: migrate(db, path), deadline)
+    # From now on no statement changes much. What it needs for a way back would be written to a file from 64 KiB on.
+    patiently(lambda: db.execute("PRAGMA temp_store = MEMORY"), deadline)
     return {"path": path, "sqlite": sqlite3.sqlite_version, "journal": mode, "synchronous": synchronous}
 
 
@@ -7510,12 +7514,18 @@ def prepare_call(job: Running, now: int) -> Outcome | Arguments:
 
 
 SHORT: Final = 2_000  # characters of payloads that are decoded together
+TOGETHER: Final = 64  # of them: what is needed only meanwhile is gone before the garbage collector comes for it
 
 
-def decode_together(rows: Sequence[JobRow], handlers: Mapping[str, Handler]) -> None:
-    """Give rows that a claim has just read their arguments, all at once, which takes a fraction of the time. Where anything is
-    out of the ordinary prepare_call does it, and tells what is wrong with which."""
+def decode_all(rows: Sequence[JobRow], handlers: Mapping[str, Handler]) -> None:
+    """Give rows that a claim has just read their arguments, many at a time, which takes a fraction of the time."""
     plain = [row for row in rows if type(row) is ClaimedRow]
+    for first in range(0, len(plain), TOGETHER):
+        decode_together(plain[first : first + TOGETHER], handlers)
+
+
+def decode_together(plain: Sequence[JobRow], handlers: Mapping[str, Handler]) -> None:
+    """Where anything is out of the ordinary prepare_call does it, and tells what is wrong with which."""
     payloads = [row.payload or "" for row in plain]
     if max(map(len, payloads), default=SHORT) >= SHORT:
         return
@@ -8238,7 +8248,7 @@ class Crew:
     async def _start_all(self, tier: Tier, rows: Sequence[JobRow], now: int) -> None:
         place, back, calls = 0, list[Settlement](), dict[tuple[Any, ...], list[Running]]()
         if tier.durable:
-            decode_together(rows, self.handlers)
+            decode_all(rows, self.handlers)
         while place < len(rows):
             alike = self._start_alike(tier, rows, place, calls) if type(rows[place]) is ClaimedRow else 0
             if alike == 0:
