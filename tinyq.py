@@ -5367,6 +5367,7 @@ class Op:
     written: bool = False  # and not only looked for
     light: bool = False  # a claim or renewal: what a power cut takes along of these is done again, so they wait for no disk
     starts: bool = False  # so does `then`, though not the answer
+    settles: bool = False  # a claim of the same unit may have taken what it sets free, so its answer never comes after that one's
     carries: bool = False  # or has carried riders, who all may have gone
     due: bool = False  # so is one of their rows
 
@@ -5603,6 +5604,7 @@ class LogFile:
     def __init__(self, path: str) -> None:
         self._path = f"{path}-wal"
         self._descriptor: int | None = None
+        self._unsafe = False  # since it could not be brought to the disk
         self._units = 0  # since the last time
         self._enough = 100  # units that fill LOG_PAGES, as far as is known
         self._frames = 0  # in the log after the last time
@@ -5622,9 +5624,12 @@ class LogFile:
                 self._descriptor = os.open(self._path, os.O_RDWR)
             getattr(os, "fdatasync", os.fsync)(self._descriptor)  # macOS and Windows have only the other
         except OSError as error:
-            raise StoreError(
-                f"{self._path} cannot be brought to the disk, so a power cut may undo what was just written: {error}"
-            ) from error
+            what = f"{self._path} cannot be brought to the disk, so a power cut may undo what was just written: {error}"
+            if not self._unsafe:  # those who have been answered already are not going to tell
+                log.error("%s", what)
+            self._unsafe = True
+            raise StoreError(what) from error
+        self._unsafe = False
 
     def due(self) -> bool:
         """Asked once after each unit, in the owner's thread."""
@@ -6046,7 +6051,8 @@ class SQLiteStore:
 
     async def settle(self, settlements: Sequence[Settlement], now: int) -> Mapping[int, State]:
         return await self._write(
-            lambda db: self._note_settled(settlements, settle_rows(db, self._namespace, settlements, FOREVER, now), now)
+            lambda db: self._note_settled(settlements, settle_rows(db, self._namespace, settlements, FOREVER, now), now),
+            settles=True,
         )
 
     async def cancel(self, ids: Sequence[bytes], reason: str, keep_until: int | None, now: int) -> Mapping[bytes, State]:
@@ -6271,9 +6277,10 @@ class SQLiteStore:
         look: Callable[[sqlite3.Connection], T | None] | None = None,
         patience: float | None = None,
         light: bool = False,
+        settles: bool = False,
     ) -> T:
         future = self._submit(write, look, patience)
-        self._waiting[-1].light = light
+        self._waiting[-1].light, self._waiting[-1].settles = light, settles
         return cast(T, await future)
 
     def _submit(
@@ -6344,17 +6351,18 @@ class SQLiteStore:
         if file_identity(self.path) != self._identity:  # what is written to a deleted file is gone with the process
             raise StoreError(f"{self.path} was deleted or replaced while it was open: put it back, or restart to make a new one")
         run_unit(db, self._namespace, ops)
+        usual = all(op.light or op.settles or op.write is None for op in ops)
+        if usual and any(op.written and (op.light or op.starts) for op in ops):
+            self._loop.call_soon_threadsafe(self._go_ahead, ops)
         self._log_due = self._log.due()
         self._ring(db, ops)
         if self._synchronous == "full" and any(op.written and not op.light for op in ops):
-            if any(op.light or op.starts for op in ops):
-                self._loop.call_soon_threadsafe(self._go_ahead, ops)
             self._log.sync()
 
     def _go_ahead(self, ops: Sequence[Op]) -> None:
-        """What has been claimed starts while the others of its unit wait for the disk."""
+        """What has been claimed starts while other processes are told, and others of its unit wait for the disk."""
         for op in ops:
-            if op.light and op.finished:
+            if (op.light or op.settles) and op.finished:
                 self._answer([op])
             elif op.starts and op.then is not None and op.finished and op.error is None:
                 op.then(op.answer)

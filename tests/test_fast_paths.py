@@ -736,11 +736,12 @@ async def test_jobs_that_are_handed_over_with_others_know_their_numbers(store: S
 async def test_a_backlog_starts_in_strict_order(open_file: Open, file: Path, concurrency: int, seed: int) -> None:
     dice = random.Random(seed)
     q = await open_file(concurrency=concurrency)
-    gate = asyncio.Event()
+    gate, blocked = asyncio.Event(), list[str]()
     started: list[str] = []
 
     @q.task(name="blocks")
     async def blocks() -> None:
+        blocked.append(tinyq.current_job().id)
         await gate.wait()
 
     @q.task(name="runs")
@@ -751,6 +752,7 @@ async def test_a_backlog_starts_in_strict_order(open_file: Open, file: Path, con
     await unhurried(q)
     for _ in range(concurrency):
         await q.enqueue(blocks, durable=True)
+    await eventually(lambda: len(blocked) == concurrency)
     await outcomes([q.enqueue(runs, dice.randrange(4), durable=True, priority=dice.randrange(3)) for _ in range(40)])
     order = "SELECT id FROM tinyq_jobs WHERE task = 'runs' ORDER BY priority DESC, run_at, seq"
     expected = [tinyq.id_text(id) for (id,) in query(file, order)]

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import tracemalloc
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -329,14 +329,41 @@ async def test_a_claim_is_answered_while_others_of_its_unit_wait_for_the_disk(pa
         await inserting
 
 
-async def test_what_cannot_be_brought_to_the_disk_is_an_error_for_who_wrote_it(path: str, disk: Disk) -> None:
+async def test_what_cannot_be_brought_to_the_disk_is_an_error_for_who_wrote_it_and_one_line_in_the_log(
+    path: str, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
     disk.error = OSError(errno.EIO, "Input/output error")
     async with opened(path) as store:
-        with pytest.raises(StoreError, match="cannot be brought to the disk, so a power cut may undo what was just written"):
-            await store.insert([job()], NOW)
+        for _ in range(2):
+            with pytest.raises(StoreError, match="cannot be brought to the disk, so a power cut may undo what was just written"):
+                await store.insert([job()], NOW)
         disk.error = None
         await store.insert([job()], NOW)
-        assert len(await store.list(State.PENDING)) == 2
+        assert len(await store.list(State.PENDING)) == 3
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+async def test_a_claim_is_never_answered_before_what_set_its_jobs_free(path: str, disk: Disk) -> None:
+    answered: list[str] = []
+    async with opened(path) as store:
+        await store.insert([row := job()], NOW)
+        [claimed] = (await store.claim(ROOM, "w1", LEASE, NOW)).rows
+        retry = outcome(claimed, State.PENDING, run_at=NOW, keep=True)
+        dead = outcome(claimed, State.DEAD, claim_no=claimed.claim_no + 1, keep=True, keep_until=LEASE)
+
+        async def note(name: str, call: Awaitable[Any]) -> Any:
+            answer = await call
+            answered.append(name)
+            return answer
+
+        def claim() -> Awaitable[Any]:
+            return note("claim", store.claim(ROOM, "w1", LEASE, NOW))
+
+        _, again = await asyncio.gather(note("retry", store.settle([retry], NOW)), claim())
+        await store.settle([dead], NOW)
+        _, requeued = await asyncio.gather(note("requeue", store.requeue([row.id], NOW)), claim())
+    assert [len(found.rows) for found in (again, requeued)] == [1, 1]
+    assert answered == ["retry", "claim", "requeue", "claim"]
 
 
 async def test_no_connection_leaves_waiting_to_sqlite(path: str, spy: Spy) -> None:
