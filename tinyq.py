@@ -9108,6 +9108,8 @@ class Scheduler:
         for _, _, periodic in self._heap if not self._tier.durable else ():
             if isinstance(periodic.rule, Every) and periodic.next - now > periodic.rule.period:
                 await self._tier.store.undefine(periodic.name)
+                if periodic.paused:
+                    await self._tier.store.suspend(periodic.name, True, now - 1)
                 periodic.arm(now - 1)
         self._sort()
         waiting = sum(periodic.since - now > LATENESS[0] * 1e6 for _, _, periodic in self._heap)

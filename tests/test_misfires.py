@@ -575,6 +575,21 @@ async def test_a_schedule_without_a_database_can_be_paused_and_resumed(clock: Fa
     await q.stop()
 
 
+async def test_a_schedule_that_is_paused_stays_so_when_the_wall_clock_is_set_back(clock: FakeClock, notes: Notes) -> None:
+    q = scheduled(clock, notes, 10)
+    await q.start()
+    await clock.advance(15)
+    [schedule] = await q.schedules()
+    await schedule.pause()
+    clock.step_wall(-3600)
+    await clock.advance(120)
+    assert notes.fires == [10] and schedule.stats.paused
+    await schedule.resume()
+    await clock.advance(10)
+    assert notes.fires == [10, 140 - 3600]
+    await q.stop()
+
+
 async def test_run_now_makes_a_job_beside_the_fire_times(clock: FakeClock, notes: Notes, db: Path | None) -> None:
     q = scheduled(clock, notes, 3600, db)
     await q.start()
