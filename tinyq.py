@@ -4017,7 +4017,7 @@ class MemoryStore:
 
     async def suspend(self, schedule: str, paused: bool, now: int) -> None:
         fires = self._schedules.setdefault(schedule, Fires())
-        if fires.last is None or not paused:
+        if fires.last is None if paused else fires.paused:
             fires.last = max(fires.last or now, now)
         fires.paused = paused
 
@@ -4279,9 +4279,10 @@ DEFINE: Final = (
     "ELSE max(last_fire, ?) END RETURNING last_fire, paused"
 )
 SUSPEND: Final = (
-    "INSERT INTO tinyq_schedules (namespace, name, last_fire, paused) VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE "
-    "SET paused = excluded.paused, "
-    "last_fire = CASE WHEN excluded.paused THEN last_fire ELSE max(last_fire, excluded.last_fire) END"
+    "INSERT INTO tinyq_schedules (namespace, name, last_fire, paused) VALUES (?, ?, ?, 1) ON CONFLICT DO UPDATE SET paused = 1"
+)
+UNSUSPEND: Final = (
+    "UPDATE tinyq_schedules SET paused = 0, last_fire = max(last_fire, ?) WHERE namespace = ? AND name = ? AND paused"
 )
 UNDEFINE: Final = "DELETE FROM tinyq_schedules WHERE namespace = ? AND name = ?"
 OVERLAP: Final = (
@@ -6111,7 +6112,9 @@ class SQLiteStore:
         return await self._write(write)
 
     async def suspend(self, schedule: str, paused: bool, now: int) -> None:
-        await self._write(lambda db: db.execute(SUSPEND, (self._namespace, schedule, now, paused)).rowcount)
+        name = self._namespace, schedule
+        how = (SUSPEND, (*name, now)) if paused else (UNSUSPEND, (now, *name))
+        await self._write(lambda db: db.execute(*how).rowcount)
 
     async def undefine(self, schedule: str) -> None:
         await self._write(lambda db: db.execute(UNDEFINE, (self._namespace, schedule)).rowcount)

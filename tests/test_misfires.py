@@ -575,6 +575,25 @@ async def test_a_schedule_without_a_database_can_be_paused_and_resumed(clock: Fa
     await q.stop()
 
 
+async def test_to_resume_what_is_not_paused_costs_no_fire_time(clock: FakeClock, notes: Notes, db: Path | None) -> None:
+    q = scheduled(clock, notes, 3600, db, immediate=True)
+    await q.start()
+    await (await q.schedules())[0].resume()
+    await eventually(lambda: notes.fires == [0], clock)
+    await stopped_at_once(q, clock)
+
+
+async def test_to_resume_what_is_not_paused_costs_no_fire_time_that_was_missed(clock: FakeClock, notes: Notes, file: Path) -> None:
+    for expected in ([], [3600]):
+        q = scheduled(clock, notes, 3600, file)
+        await q.start()
+        await eventually(lambda: rows_of_schedules(file))
+        await (await q.schedules())[0].resume()
+        await eventually(lambda expected=expected: notes.fires == expected, clock)  # type: ignore[misc]
+        await stopped_at_once(q, clock)
+        await clock.advance(3600)
+
+
 async def test_a_schedule_that_is_paused_stays_so_when_the_wall_clock_is_set_back(clock: FakeClock, notes: Notes) -> None:
     q = scheduled(clock, notes, 10)
     await q.start()
