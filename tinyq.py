@@ -3899,6 +3899,7 @@ class MemoryStore:
                 if successor.ready == HELD:
                     self._enlist(successor, now)
             if row.state is State.PENDING:
+                self._back_in_pace(row, now)
                 self._become_pending(row, now, PAUSED if is_paused(row.recurrence) else None)
             else:
                 self._finish(row, change.keep and row.state is change.state)
@@ -4070,11 +4071,18 @@ class MemoryStore:
         drift = now / 1e6 - steady
         set_back, self._drift = drift < self._drift - STEP < math.inf, drift
         for row in list(self._rows.values()) if set_back else ():
-            rule = rule_from(recurrence_of(row.recurrence).rule) if row.recurrence and row.ready == LATER else None
-            if isinstance(rule, Every) and row.run_at - now > rule.period:
-                row.run_at = row.fire_time = rule.next_at(now - 1)
-                row.attempts = row.snoozes = row.interruptions = 0
+            if row.ready == LATER and self._back_in_pace(row, now):
                 self._enlist(row, now)
+
+    @staticmethod
+    def _back_in_pace(row: JobRow, now: int) -> bool:
+        """Whether a job was further than its period from its next fire time, as it is after a step back; now it is not."""
+        period, offset, _ = interval_of(row.recurrence) if row.recurrence else (0, 0, 0.0)
+        if not 0 < period < row.run_at - now:
+            return False
+        row.run_at = row.fire_time = now + (offset - now) % period
+        row.attempts = row.snoozes = row.interruptions = 0
+        return True
 
     @property
     def waiting(self) -> int:

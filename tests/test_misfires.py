@@ -583,7 +583,7 @@ async def test_to_resume_what_is_not_paused_costs_no_fire_time(clock: FakeClock,
     await stopped_at_once(q, clock)
 
 
-async def test_to_resume_what_is_not_paused_costs_no_fire_time_that_was_missed(clock: FakeClock, notes: Notes, file: Path) -> None:
+async def test_to_resume_what_is_not_paused_costs_no_missed_fire_time(clock: FakeClock, notes: Notes, file: Path) -> None:
     for expected in ([], [3600]):
         q = scheduled(clock, notes, 3600, file)
         await q.start()

@@ -11,7 +11,7 @@ from uuid import UUID
 import pytest
 from clock import FakeClock
 from conftest import OpenAt
-from helpers import Open, edit, eventually, rows, stopped_at_once
+from helpers import Notes, Open, edit, eventually, rows, stopped_at_once
 from test_recurring import Polls, next_run, only
 
 import tinyq
@@ -364,6 +364,20 @@ async def test_in_memory_it_keeps_its_pace_when_the_wall_clock_is_set_back(clock
     await clock.advance(120)
     assert 11 <= len(polls.calls) <= 15
     assert len(set(polls.fires)) == len(polls.fires)
+    await stopped_at_once(q, clock)
+
+
+async def test_in_memory_a_job_that_runs_while_the_wall_clock_is_set_back_keeps_its_pace(clock: FakeClock) -> None:
+    q = TinyQ(clock=clock)
+    polls = Polls(q, clock)
+    polls.seconds = 5
+    await q.start()
+    await q.schedule(polls.task, 7, when=Every(10), key="7")
+    await q.schedule(q.task(name="other")(Notes(clock).tick), when=Every(1), key="other")
+    await clock.advance(32)
+    clock.step_wall(-3600)
+    await clock.advance(30)
+    assert polls.fires == [10, 20, 30, *(n - 3600 for n in (40, 50, 60))]
     await stopped_at_once(q, clock)
 
 
