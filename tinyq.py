@@ -3703,6 +3703,11 @@ class MemoryStore:
             self._enlist(known, now)
         return "replaced"
 
+    def told(self, row: JobRow) -> dict[str, Any]:
+        """What a recurring job is from its next run on."""
+        told = self._changes.get(row.seq, row)
+        return {name: getattr(told, name) for name in TOLD}
+
     def fire(self, row: JobRow, fire_time: int) -> bool:
         """Record an occurrence that is to start at once, unless anything about it needs a second look."""
         fires = self._schedules.get(cast(str, row.schedule))
@@ -11192,7 +11197,8 @@ class RecurringJob(Schedule):
             raise self._gone()
         nothing = ("key", "recurrence", "tally", "ready", "lease", "worker", "started", "waiters", "runner", "ran")
         fresh = {**FRESH, **dict.fromkeys(nothing), "id": new_id(now), "seq": 0, "claim_no": 0, "schedule": self._row.key}
-        return found[0].but(**fresh, by_hand=True, created=now, run_at=now, fire_time=now)
+        told = {} if found[0].durable else self._engine.memory_store.told(found[0])
+        return found[0].but(**told | fresh, by_hand=True, created=now, run_at=now, fire_time=now)
 
     def _gone(self) -> JobNotFound:
         return JobNotFound(f"there is no recurring job {self.name} with key {self.key!r} any more")

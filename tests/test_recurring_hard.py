@@ -250,6 +250,18 @@ async def test_run_by_hand_while_it_runs_it_starts_beside(q: TinyQ, polls: Polls
     assert polls.fires[0] == 60 and polls.fires[2] == 120
 
 
+async def test_run_by_hand_while_it_runs_it_has_the_arguments_that_it_was_given_last(
+    q: TinyQ, polls: Polls, clock: FakeClock
+) -> None:
+    polls.seconds = 20
+    await q.schedule(polls.task, 7, when=Every(60), key="7")
+    await eventually(lambda: len(polls.calls) == 1, clock, 1)
+    job = await q.schedule(polls.task, 8, when=Every(60), key="7")
+    await job.run_now()
+    await eventually(lambda: len(polls.calls) == 2, clock, 0.1)
+    assert polls.numbers == [7, 8] and polls.most == 2
+
+
 async def test_run_by_hand_after_a_failure_it_begins_without_a_history(q: TinyQ, polls: Polls, clock: FakeClock) -> None:
     polls.error = ValueError("down")
     schedule = await q.schedule(polls.task, 7, when=Every(60), key="7", retry=False)
