@@ -3387,6 +3387,7 @@ SUPERSEDED: Final = "its retry was given up: the next fire time had come"
 NO_RUNS: Final = "0 0 0 0 0 0"
 SPLIT: Final = "its call with others failed"
 MISSED: Final = "its fire time was missed"
+QUEUED: Final = "its fire time came while its last run was not over"
 UNSCHEDULED: Final = ""  # the recurrence of a job that was unscheduled while it ran
 MOVED_ON: Final[Mapping[str, Any]] = {
     "state": State.PENDING, "attempts": 0, "snoozes": 0, "interruptions": 0, "parked": None, "reason": None,
@@ -3531,13 +3532,13 @@ def recur(change: Settlement, text: str, counts: str | None, fire_time: int, now
     tally = tally._replace(missed=tally.missed + ran.missed, superseded=tally.superseded + ran.superseded)
     if waits and change.run_at < upcoming:
         return change, tally.as_text(), ran.fire_time
-    skipped = 0
+    skipped, queued = 0, False
     lost = change.reason == WORKER_LOST  # nobody ran it since: what has passed meanwhile was missed
     if not lost and (recurrence.misfire != "all" or upcoming > ran.started):  # else what was missed is run first
         skipped, passed = rule.passed(max(ran.fire_time, min(ran.started, now)), now, 1)
         upcoming = rule.next_at(max(now, ran.fire_time))
         if passed and recurrence.overlap == "queue":
-            upcoming, skipped = passed[0], skipped - 1
+            upcoming, skipped, queued = passed[0], skipped - 1, True
     tally = tally._replace(
         skipped=tally.skipped + skipped,
         superseded=tally.superseded + waits,
@@ -3546,6 +3547,8 @@ def recur(change: Settlement, text: str, counts: str | None, fire_time: int, now
         last=tally.last if change.reason == MISSED else ran.fire_time,
     )
     afresh = {**MOVED_ON, "run_at": upcoming, "lost": 0 if change.state is State.DONE else change.lost}
+    if queued:
+        afresh |= {"run_at": now, "reason": QUEUED}
     return change._replace(**afresh), tally.as_text(), upcoming
 
 
@@ -7486,7 +7489,7 @@ def choose_fire_time(job: Running, now: int) -> bool:
     rule = rule_from(recurrence.rule)
     latest, chosen, missed = choose(rule, recurrence.misfire, recurrence.grace, due - 1, now)
     begun = job.attempts > 1 or job.snoozes > 0 or job.interruptions > 0 or job.reason == SPLIT
-    if latest <= due and (begun or waited_on_purpose(job, recurrence, now)):  # once it has begun it is no longer too late
+    if latest <= due and (begun or waited_on_purpose(job, recurrence, rule, now)):  # once it has begun it is no longer too late
         job.ran = Ran(due, now, 0, 0, cast(str, job.recurrence))
         return True
     if not chosen:  # None: a clock has been set back since it was claimed
@@ -7500,11 +7503,15 @@ def choose_fire_time(job: Running, now: int) -> bool:
     return True
 
 
-def waited_on_purpose(job: Running, recurrence: Recurrence, now: int) -> bool:
-    """Whether a recurring job is late by no more than the window in which it waits for others to go with."""
+def waited_on_purpose(job: Running, recurrence: Recurrence, rule: Rule, now: int) -> bool:
+    """Whether a recurring job is late because its last run was not over, or by no more than the window in which it waits for
+    others to go with."""
+    due, grace = cast(int, job.fire_time), recurrence.grace
     window = job.handler.terms.window if job.handler.terms is not None else 0
-    late = now - cast(int, job.fire_time) - window
-    return window > 0 and -window <= late < min(ON_TIME, math.inf if recurrence.grace is None else recurrence.grace) * 1e6
+    if job.reason == QUEUED:
+        most = ON_TIME * 1e6 if recurrence.misfire == "skip" else longest_delay(rule, grace, due)
+        return now - job.run_at - window < most
+    return window > 0 and -window <= now - due - window < min(ON_TIME, math.inf if grace is None else grace) * 1e6
 
 
 def prepare_call(job: Running, now: int) -> Outcome | Arguments:

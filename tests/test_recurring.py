@@ -243,6 +243,17 @@ async def test_fire_times_during_its_own_run_are_skipped_or_the_last_one_is_run_
     await stopped_at_once(q, clock)
 
 
+@pytest.mark.parametrize("options", [{"misfire": "skip"}, {"misfire_grace": 4}, {"misfire": "all", "misfire_grace": 4}])
+async def test_a_fire_time_that_is_queued_behind_its_own_run_is_not_missed(
+    q: TinyQ, polls: Polls, clock: FakeClock, options: dict[str, Any]
+) -> None:
+    polls.seconds = 25
+    await q.schedule(polls.task, 7, when=Every(10), key="7", overlap="queue", **options)
+    await eventually(lambda: len(polls.fires) == 3, clock)
+    assert polls.fires[:2] == [10, 30]
+    assert (await only(q)).stats.missed == 0
+
+
 @pytest.mark.parametrize(
     ("options", "fires", "missed"),
     [
