@@ -9988,9 +9988,9 @@ class Inquiries(Intake):
         key = None if key is None else f"{RECURS}{key}"
         return [row for store in self._stores() for row in await store.recurring(task, key, 0, limit)]
 
-    async def unschedule(self, task: str, key: str) -> bool:
+    async def unschedule(self, task: str, key: str, but: bool | None = None) -> bool:
         now = self.clock.time()
-        return any([await store.unschedule(task, key, now) for store in self._stores()])
+        return any([await store.unschedule(task, key, now) for store in self._stores(but)])
 
     async def purge(self, ids: Sequence[bytes]) -> int:
         return sum([await store.purge(some) for store in self._stores() for some in batches(ids)])
@@ -9998,9 +9998,9 @@ class Inquiries(Intake):
     async def purge_dead(self, task: str | None) -> int:
         return sum([await store.purge(ids, True) for store in self._stores() async for ids in self._dead_ids(store, task)])
 
-    def _stores(self) -> list[Store]:
-        """The last one knows what holds for all processes."""
-        return [tier.store for tier in (self.memory, self.durable) if tier is not None]
+    def _stores(self, but: bool | None = None) -> list[Store]:
+        """The last one knows what holds for all processes. `but`: without the durable one, or without the other."""
+        return [tier.store for tier in (self.memory, self.durable) if tier is not None and tier.durable is not but]
 
     @staticmethod
     async def _dead_ids(store: Store, task: str | None) -> AsyncIterator[list[bytes]]:
@@ -12104,7 +12104,8 @@ class TinyQ:
         row = self._make_row(engine, handler, name, args, kwargs, options)
         engine.make_recurring(row, text(key, "key"), recurrence, flag(immediate, "immediate"))
         [answer] = await engine.insert([row])
-        return RecurringJob(engine, answer.row, answer.verdict == "created")
+        moved = await engine.unschedule(name, cast(str, row.key), row.durable)
+        return RecurringJob(engine, answer.row, answer.verdict == "created" and not moved)
 
     async def unschedule(self, task: TaskOrName | Callable[..., Any], /, *, key: str) -> bool:
         """Remove the recurring job of this task and key; a run of it that is under way ends as it does. Whether there was one."""

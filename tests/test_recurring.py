@@ -404,6 +404,18 @@ async def test_a_cancel_that_comes_too_late_for_one_run_leaves_the_next_alone(
     assert polls.fires == [10, 20]
 
 
+@pytest.mark.parametrize("durable", [True, False])
+async def test_scheduled_as_durable_or_not_it_is_one_job_all_the_same(open_file: Open, clock: FakeClock, durable: bool) -> None:
+    q = await open_file()
+    polls = Polls(q, clock)
+    await q.schedule(polls.task, 7, when=Every(10), key="7", durable=durable)
+    job = await q.schedule(polls.task, 8, when=Every(10), key="7", durable=not durable)
+    assert not job.created
+    await next_run(q, polls, clock, 2)
+    assert polls.calls == [(8, 10, 1), (8, 20, 1)]
+    await only(q)
+
+
 async def test_it_is_one_row_however_often_it_has_run(open_file: Open, clock: FakeClock, file: Path) -> None:
     q = await open_file()
     polls = Polls(q, clock)
