@@ -3471,14 +3471,18 @@ def interval_of(text: str) -> tuple[int, int, float]:
 
 
 def is_paused(recurrence: str | None) -> bool:
-    return bool(recurrence) and recurrence_of(cast(str, recurrence)).paused
+    with contextlib.suppress(Exception):  # one that cannot be read does not run anyway
+        return bool(recurrence) and recurrence_of(cast(str, recurrence)).paused
+    return False
 
 
 def redefined(known: str, given: str) -> tuple[str, bool]:
     """The recurrence of a job that is scheduled anew, which stays paused; and whether its fire times are others now."""
-    if known == UNSCHEDULED:
+    after = recurrence_of(given)
+    try:
+        before = recurrence_of(known)
+    except Exception:  # UNSCHEDULED, or what cannot be read
         return given, True
-    before, after = recurrence_of(known), recurrence_of(given)
     return after._replace(paused=before.paused).as_text(), before.rule != after.rule
 
 

@@ -348,8 +348,9 @@ async def test_a_job_whose_rule_fails_is_stopped_alone(
     assert len(told) == 1
 
 
+@pytest.mark.parametrize("bad", ["replace(recurrence, 'every 10.0', 'never 10.0')", "'no JSON'", "'[1, 2]'"])
 async def test_a_rule_that_turns_bad_while_it_runs_does_not_hold_up_the_outcomes_of_others(
-    open_file: Open, clock: FakeClock, file: Path
+    open_file: Open, clock: FakeClock, file: Path, bad: str
 ) -> None:
     q = await open_file()
     polls = Polls(q, clock)
@@ -357,9 +358,12 @@ async def test_a_rule_that_turns_bad_while_it_runs_does_not_hold_up_the_outcomes
     await q.schedule(polls.task, 7, when=Every(10), key="7")
     await q.schedule(polls.task, 8, when=Every(10), key="8")
     await eventually(lambda: len(polls.calls) == 2, clock, 1)
-    edit(file, "UPDATE tinyq_jobs SET recurrence = replace(recurrence, 'every 10.0', 'never 10.0') WHERE key LIKE '%7'")
+    edit(file, f"UPDATE tinyq_jobs SET recurrence = {bad} WHERE key LIKE '%7'")
+    await eventually(lambda: (7, "its rule fails") in rows(file, "payload ->> '$[0][0]', reason"), clock, 1)
     await eventually(lambda: len(polls.calls) == 4, clock, 1)
     assert [number for number, _, _ in polls.calls][2:] == [8, 8]
+    await q.schedule(polls.task, 9, when=Every(10), key="7")
+    await eventually(lambda: 9 in polls.numbers, clock, 1)
 
 
 # Clocks
