@@ -12315,13 +12315,13 @@ class TinyQ:
     async def schedules(self, task: TaskOrName | None = None, key: str | None = None, limit: int = 1_000) -> list[Schedule]:
         """The schedules of this process, and the recurring jobs there are, at most `limit` of both; those of one task, or with
         one key, if that is given. Raises NotStarted, StoreError."""
-        engine, name = self._running(), None if task is None else name_of(task)
+        engine, names = self._running(), self._names_of(task)
         found: list[Schedule] = [
             FunctionSchedule(engine, periodic, engine.own(self._schedules).remove)
             for periodic in engine.own(self._schedules)
-            if key is None and name in (None, periodic.name)
+            if key is None and (task is None or periodic.name in names)
         ]
-        for row in await engine.recurring(name, key, whole(limit, "limit", 1)):
+        for row in [row for name in names for row in await engine.recurring(name, key, whole(limit, "limit", 1))]:
             try:
                 found.append(RecurringJob(engine, row))
             except Exception as error:

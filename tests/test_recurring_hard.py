@@ -500,6 +500,7 @@ async def test_a_renamed_task_takes_its_recurring_jobs_along(q: TinyQ, clock: Fa
         calls.append(number)
 
     await again.start()
+    assert [s.key for s in await again.schedules(renamed)] == ["7"]
     answer = await again.schedule(renamed, 7, when=Every(10), key="7")
     assert (answer.created, answer.name) == (False, "renamed")
     assert [s.name for s in await again.schedules()] == ["renamed"]
