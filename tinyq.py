@@ -11174,10 +11174,12 @@ class RecurringJob(Schedule):
         super().__init__(engine, rule_from(recurrence.rule), row.task, (row.key or "").removeprefix(RECURS))
         self._row = row
         self.created = created
-        upcoming = None if recurrence.paused else as_datetime(row.fire_time)
+        upcoming = row.fire_time
+        if upcoming is not None and (row.state is State.RUNNING or row.attempts + row.snoozes + row.interruptions > 0):  # begun
+            upcoming = self.rule.next_at(max(upcoming, engine.clock.time()))
         self._stats = ScheduleStats(
             name=row.task, fired=tally.fired, skipped=tally.skipped, missed=tally.missed,
-            last=as_datetime(tally.last or None), next=upcoming,
+            last=as_datetime(tally.last or None), next=None if recurrence.paused else as_datetime(upcoming),
             superseded=tally.superseded, paused=recurrence.paused, failed=tally.failed,
         )  # fmt: skip
 

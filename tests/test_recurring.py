@@ -85,6 +85,17 @@ async def test_the_stats_say_for_which_fire_time_it_has_run_last(q: TinyQ, polls
         assert (await only(q)).stats.last == began + timedelta(seconds=10 * n)
 
 
+async def test_the_stats_of_one_that_runs_or_waits_for_its_retry_say_when_it_fires_next(
+    q: TinyQ, polls: Polls, clock: FakeClock
+) -> None:
+    polls.seconds, polls.error = 20, ValueError("down")
+    await q.schedule(polls.task, 7, when=Every(60), key="7", retry=[20])
+    await eventually(lambda: len(polls.calls) == 1, clock, 1)
+    assert (await only(q)).stats.next == polls.began + timedelta(seconds=120)
+    await busy(q, clock)
+    assert (await only(q)).stats.next == polls.began + timedelta(seconds=120)
+
+
 async def test_a_fire_time_that_was_missed_is_not_the_one_for_which_it_has_run_last(clock: FakeClock, open_at: OpenAt) -> None:
     q = await open_at(None)
     polls = Polls(q, clock)
