@@ -3325,6 +3325,10 @@ class Store(Protocol):
         """No fire time of this schedule becomes a job until it is resumed; those before that are passed over."""
         ...
 
+    async def suspended(self) -> frozenset[str]:
+        """The schedules that are paused."""
+        ...
+
     async def undefine(self, schedule: str) -> None:
         """Forget a schedule."""
         ...
@@ -4033,6 +4037,9 @@ class MemoryStore:
         if fires.last is None if paused else fires.paused:
             fires.last = max(fires.last or now, now)
         fires.paused = paused
+
+    async def suspended(self) -> frozenset[str]:
+        return frozenset(name for name, fires in self._schedules.items() if fires.paused)
 
     async def undefine(self, schedule: str) -> None:
         if (fires := self._schedules.get(schedule)) is not None:
@@ -6135,6 +6142,10 @@ class SQLiteStore:
         name = self._namespace, schedule
         how = (SUSPEND, (*name, now)) if paused else (UNSUSPEND, (now, *name))
         await self._write(lambda db: db.execute(*how).rowcount)
+
+    async def suspended(self) -> frozenset[str]:
+        select = "SELECT name FROM tinyq_schedules WHERE namespace = ? AND paused"
+        return await self._read(lambda db: frozenset(name for (name,) in db.execute(select, (self._namespace,))))
 
     async def undefine(self, schedule: str) -> None:
         await self._write(lambda db: db.execute(UNDEFINE, (self._namespace, schedule)).rowcount)
@@ -10264,6 +10275,13 @@ class Engine(Inquiries):
     def tier_of(self, schedule: Periodic) -> Tier:
         return self.require_durable() if self.is_shared(schedule) else self.memory
 
+    async def look_at_pauses(self, schedules: Sequence[Periodic]) -> None:
+        """Learn which are paused: another process may have paused or resumed them since they were due here."""
+        for tier in {self.tier_of(schedule) for schedule in schedules}:
+            paused = await tier.store.suspended()
+            for schedule in schedules:
+                schedule.paused = schedule.name in paused if self.tier_of(schedule) is tier else schedule.paused
+
     def add_schedule(self, schedule: Periodic) -> None:
         shared, serves = self.is_shared(schedule), self.config.serves
         queue = self.settings(schedule.handler).queue
@@ -12318,6 +12336,7 @@ class TinyQ:
         """The schedules of this process, and the recurring jobs there are, at most `limit` of both; those of one task, or with
         one key, if that is given. Raises NotStarted, StoreError."""
         engine, names = self._running(), self._names_of(task)
+        await engine.look_at_pauses(engine.own(self._schedules))
         found: list[Schedule] = [
             FunctionSchedule(engine, periodic, engine.own(self._schedules).remove)
             for periodic in engine.own(self._schedules)
@@ -12333,6 +12352,7 @@ class TinyQ:
     async def stats(self) -> Stats:
         """Counts per queue, task and state, and what the schedules of this process have done."""
         engine = self._running()
+        await engine.look_at_pauses(engine.own(self._schedules))
         return await engine.stats(engine.own(self._schedules))
 
     def health(self) -> Health:

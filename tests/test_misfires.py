@@ -550,6 +550,19 @@ async def test_a_paused_schedule_fires_no_more_in_any_process_until_it_is_resume
         await stopped_at_once(q, clock)
 
 
+async def test_every_process_says_whether_a_schedule_is_paused(clock: FakeClock, notes: Notes, file: Path) -> None:
+    both = [scheduled(clock, notes, 86_400, file) for _ in range(2)]
+    for q in both:
+        await q.start()
+    here, there = both
+    await (await here.schedules())[0].pause()
+    assert (await there.schedules())[0].stats.paused and (await there.stats()).schedules[0].next is None
+    await (await there.schedules())[0].resume()
+    assert not (await here.schedules())[0].stats.paused and (await here.stats()).schedules[0].next is not None
+    for q in both:
+        await stopped_at_once(q, clock)
+
+
 async def test_a_pause_outlives_a_restart(clock: FakeClock, notes: Notes, file: Path) -> None:
     q = scheduled(clock, notes, 10, file)
     await q.start()

@@ -1249,7 +1249,7 @@ def test_all_stores_have_the_verbs_of_the_contract_in_its_order() -> None:
         return [name for name in vars(kind) if not name.startswith("_") and name in vars(Store)]
 
     assert verbs(MemoryStore) == verbs(SQLiteStore) == verbs(Store)
-    assert len(verbs(Store)) == 27
+    assert len(verbs(Store)) == 28
 
 
 # What has just come due
