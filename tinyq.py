@@ -3633,6 +3633,7 @@ class MemoryStore:
         self._changes: dict[int, JobRow] = {}  # what running recurring jobs, by seq, are to be from their next run on
         self._seq = itertools.count(1)
         self.held: frozenset[str] = frozenset()  # the queues that are paused
+        self.firing = True  # recurring jobs
         self.pending = 0
         self.recurring_pending = 0  # of these
         self._drift = math.inf  # by how much the wall clock was ahead of the steady one
@@ -3772,6 +3773,8 @@ class MemoryStore:
     def _enlist(self, row: JobRow, now: int) -> None:
         row.ready = claimable(row.run_at, row.lost, now)
         row.ticket += 1
+        if not self.firing and row.recurrence and row.attempts + row.snoozes + row.interruptions == 0:
+            return
         if row.ready == LATER:
             heap, priority = self._later, 0
         else:
@@ -10346,6 +10349,7 @@ class Engine(Inquiries):
         """No claim of a durable job and no firing from this loop turn on."""
         for scheduler in self.schedulers.values():
             scheduler.firing = False
+        self.memory_store.firing = False
         if self.durable is not None:
             self.durable.claiming = False
 

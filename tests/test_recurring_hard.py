@@ -518,6 +518,23 @@ async def test_a_process_without_slots_for_the_queue_leaves_it_to_others(clock: 
     assert both[0].calls == []
 
 
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("misfire", ["latest", "all"])
+async def test_in_memory_it_fires_no_more_once_that_is_said(clock: FakeClock, stops: bool, misfire: Any) -> None:
+    q = TinyQ(clock=clock)
+    polls = Polls(q, clock)
+    polls.seconds = 35
+    await q.start()
+    await q.schedule(polls.task, 7, when=Every(10), key="7", misfire=misfire)
+    await q.schedule(polls.task, 8, when=Every(60), key="8")
+    await q.enqueue(clock.wait, asyncio.Event(), 200)
+    await clock.advance(12)
+    quiet = asyncio.create_task(q.stop(grace=600) if stops else q.quiesce())
+    await clock.advance(300)
+    assert quiet.done() and polls.ended == 1
+    await stopped_at_once(q, clock)
+
+
 @pytest.mark.parametrize("grace", [0.0, 3600.0])
 async def test_in_memory_it_is_neither_promoted_nor_reported_lost_at_shutdown(
     clock: FakeClock, file: Path, caplog: pytest.LogCaptureFixture, grace: float
