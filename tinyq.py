@@ -4738,7 +4738,7 @@ def hold_row(db: sqlite3.Connection, namespace: str, id: bytes, paused: bool, no
             if row.state is State.PENDING and paused:
                 db.execute("UPDATE tinyq_jobs SET ready = ? WHERE seq = ?", (PAUSED, row.seq))
             elif row.ready == PAUSED and not paused:
-                upcoming = rule_from(recurrence.rule).next_at(now)
+                upcoming = rule_from(recurrence.rule).next_at(max(now, Tally.of(row.tally).last))
                 again = f"UPDATE tinyq_jobs SET ready = ?, run_at = ?, fire_time = ?, {AFRESH} WHERE seq = ?"
                 db.execute(again, (claimable(upcoming, row.lost, now), upcoming, upcoming, row.seq))
             return True
@@ -11192,13 +11192,18 @@ class RecurringJob(Schedule):
     """That of a job made by `schedule`. `created` is False if there was one with this key."""
 
     def __init__(self, engine: Engine, row: JobRow, created: bool = False) -> None:
-        recurrence, tally = recurrence_of(cast(str, row.recurrence)), Tally.of(row.tally)
-        super().__init__(engine, rule_from(recurrence.rule), row.task, (row.key or "").removeprefix(RECURS))
-        self._row = row
+        rule = rule_from(recurrence_of(cast(str, row.recurrence)).rule)
+        super().__init__(engine, rule, row.task, (row.key or "").removeprefix(RECURS))
         self.created = created
-        upcoming = row.fire_time
-        if upcoming is not None and (row.state is State.RUNNING or row.attempts + row.snoozes + row.interruptions > 0):  # begun
-            upcoming = self.rule.next_at(max(upcoming, engine.clock.time()))
+        self._read(row)
+
+    def _read(self, row: JobRow) -> None:
+        self._row, recurrence, tally = row, recurrence_of(cast(str, row.recurrence)), Tally.of(row.tally)
+        self.rule = rule_from(recurrence.rule)
+        fire_time = row.fire_time or 0
+        begun = row.state is State.RUNNING or row.attempts + row.snoozes + row.interruptions > 0
+        self._over = fire_time if begun else fire_time - 1
+        upcoming = self.rule.next_at(max(fire_time, self._engine.clock.time())) if begun else row.fire_time
         self._stats = ScheduleStats(
             name=row.task, fired=tally.fired, skipped=tally.skipped, missed=tally.missed,
             last=as_datetime(tally.last or None), next=None if recurrence.paused else as_datetime(upcoming),
@@ -11208,6 +11213,9 @@ class RecurringJob(Schedule):
     @property
     def stats(self) -> ScheduleStats:
         return self._stats
+
+    def _since(self) -> int:
+        return self._over
 
     @property
     def error(self) -> str | None:
@@ -11224,7 +11232,9 @@ class RecurringJob(Schedule):
             raise self._gone()
         for tier in self._engine.crew.tiers:
             tier.wake.set()
-        self._stats = self._stats.but(paused=paused, next=None if paused else self.next_fires(1)[0])
+        for row in await self._store.get([self._row.id]):
+            if row.recurrence:
+                self._read(row)
 
     async def _occurrence(self) -> JobRow:
         found, now = await self._store.get([self._row.id]), self._engine.clock.time()

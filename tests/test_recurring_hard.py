@@ -397,6 +397,22 @@ async def test_in_memory_a_job_that_runs_while_the_wall_clock_is_set_back_keeps_
     await stopped_at_once(q, clock)
 
 
+async def test_after_the_wall_clock_was_set_back_a_durable_one_fires_when_it_says_and_repeats_no_fire_time(
+    open_file: Open, clock: FakeClock
+) -> None:
+    q = await open_file()
+    polls = Polls(q, clock)
+    await q.schedule(polls.task, 7, when=Every(60), key="7")
+    await next_run(q, polls, clock, 1)
+    clock.step_wall(-3600)
+    upcoming = [polls.began + timedelta(seconds=seconds) for seconds in (120, 180)]
+    job = await only(q)
+    assert (job.stats.next, job.next_fires(2)) == (upcoming[0], upcoming)
+    await job.pause()
+    await job.resume()
+    assert (job.stats.next, job.next_fires(2)) == (upcoming[0], upcoming)
+
+
 @pytest.mark.parametrize("seconds", [1, 59 * 60, 3 * 3600, 86_400])
 async def test_in_memory_it_goes_on_within_a_minute_when_the_wall_clock_is_set_forward(clock: FakeClock, seconds: float) -> None:
     q = TinyQ(clock=clock)
