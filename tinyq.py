@@ -8997,6 +8997,7 @@ class Periodic(Record):
     watched: bool = False  # its run, for whose end it waits
     forced: bool = False  # its first run is due however late it is
     ended: bool = False  # removed, stood down, or broken
+    removed: bool = False
     paused: bool = False
     last: int | None = None
     fired: int = 0
@@ -11131,7 +11132,8 @@ class Schedule:
         return 0
 
     async def pause(self) -> None:
-        """Fire no more, until `resume`: with a database in no process, whatever restarts. Jobs that wait or run go on."""
+        """Fire no more, until `resume`: with a database in no process, whatever restarts. Jobs that wait or run go on. Raises
+        JobNotFound if it has been removed."""
         await self._suspend(True)
 
     async def resume(self) -> None:
@@ -11174,6 +11176,8 @@ class FunctionSchedule(Schedule):
     async def _suspend(self, paused: bool) -> None:
         engine, periodic = self._engine, self._periodic
         engine.require_running()
+        if periodic.removed:
+            raise JobNotFound(f"schedule {periodic.name} has been removed")
         await engine.tier_of(periodic).store.suspend(periodic.name, paused, engine.clock.time())
         periodic.paused = paused
 
@@ -11182,7 +11186,7 @@ class FunctionSchedule(Schedule):
 
     async def remove(self) -> None:
         self._engine.require_running()
-        self._periodic.ended = True
+        self._periodic.ended = self._periodic.removed = True
         with contextlib.suppress(ValueError):  # it is gone already
             self._drop(self._periodic)
         await self._engine.tier_of(self._periodic).store.undefine(self.name)

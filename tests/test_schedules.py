@@ -14,7 +14,7 @@ from clock import EPOCH, EarlyClock, FakeClock
 from helpers import Notes, eventually, stopped_at_once
 
 import tinyq
-from tinyq import DuplicateTask, ScheduleStats, TinyQ
+from tinyq import DuplicateTask, JobNotFound, ScheduleStats, TinyQ
 
 NOON = datetime.fromisoformat("2026-01-01T12:00:00+00:00")
 
@@ -276,6 +276,18 @@ async def test_what_is_removed_shortly_before_its_fire_time_does_not_run(early: 
     await clock.advance(15)
     assert notes.starts == []
     assert tasks_of("tinyq tick") == []
+
+
+@pytest.mark.parametrize("verb", ["pause", "resume"])
+async def test_a_schedule_that_has_been_removed_cannot_be_paused_or_resumed_by_a_handle_of_before(
+    early: tuple[EarlyClock, Notes, TinyQ], verb: str
+) -> None:
+    _, _, q = early
+    [schedule], [other] = await q.schedules(), await q.schedules()
+    await schedule.remove()
+    for handle in (schedule, other):
+        with pytest.raises(JobNotFound, match="schedule tick has been removed"):
+            await getattr(handle, verb)()
 
 
 async def test_a_job_that_takes_the_slot_shortly_before_a_fire_time_is_waited_for(
