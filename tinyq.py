@@ -1108,15 +1108,18 @@ class Room(NamedTuple):
         return picked
 
 
+NONE_LEFT: Final = [0.0]  # for what waits for others to go with
+
+
 class Limits:
     """What the limits of tasks leave, in the course of one claim. `left`: what a store knows of (terms, value)."""
 
     def __init__(self, room: Room, left: Callable[[Terms, str], Left]) -> None:
         self.wait: int | None = None  # when a rate lets go of what waits for it
-        self.blocked: set[tuple[str, str]] = set()  # task and value of what they keep from starting
         self.refused = 0
         self._room, self._left = room, left
         self._known: dict[tuple[str, str], list[float]] = {}
+        self._short: dict[tuple[str, str], list[float]] = {}  # of what has more slots than they leave it
         self._spent: dict[tuple[str, str], tuple[Rate, int]] = {}
 
     def of(self, terms: Terms, value: str) -> list[float]:
@@ -1132,20 +1135,25 @@ class Limits:
 
     def most(self, terms: Terms, value: str, slots: int) -> int:
         """How many items might start, with so many slots."""
-        calls, items = self.of(terms, value)
+        calls, items = left = self.of(terms, value)
         most = int(min(min(calls, slots) * terms.size, items))
         if most < slots * terms.size:
-            self.block(terms, value)
+            self.block(terms, value, left)
         return most
 
-    def block(self, terms: Terms, value: str) -> None:
-        self.blocked.update((name, value) for name in terms.names)
+    def block(self, terms: Terms, value: str, left: list[float]) -> None:
+        self._short.update(((name, value), left) for name in terms.names)
+
+    @property
+    def blocked(self) -> set[tuple[str, str]]:
+        """Task and value of what they keep from starting: where they leave something, it is slots that are missing."""
+        return {key for key, left in self._short.items() if min(left) < 1}
 
     def take(self, terms: Terms, value: str, joins: bool) -> bool:
         """One item, and a call if it does not join one; False if there is none left."""
         left = self.of(terms, value)
         if left[1] < 1 or (left[0] < 1 and not joins):
-            self.block(terms, value)
+            self.block(terms, value, left)
             self.refused += 1
             return False
         left[0] -= not joins
@@ -3859,7 +3867,7 @@ class MemoryStore:
                 moments = (entry[1] for entry in heap if not self._stale(entry))
                 if heap and not (alone or ready == FRAGILE) and (wait := terms.ripe_at(moments, len(heap))) > now:
                     ripe_at = soonest(ripe_at, wait)
-                    limits.block(terms, value or "")
+                    limits.block(terms, value or "", NONE_LEFT)
                     continue
                 most = limits.most(terms, value or "", most)
             while most > 0 and heap:
@@ -4851,7 +4859,7 @@ def gated_heads(db: sqlite3.Connection, room: Room, lane: Lane, limits: Limits, 
         else:
             count, first_run_at = db.execute(GATHERED, (lane.number, terms.size)).fetchone()
         if count and (wait := terms.ripe_at([first_run_at], count)) > now:  # others may have taken them since the head was read
-            limits.block(terms, lane.value or "")
+            limits.block(terms, lane.value or "", NONE_LEFT)
             return [], wait
     if head is not None and head[5]:
         most = min(most, slots)  # each in a call of its own

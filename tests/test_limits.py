@@ -380,6 +380,20 @@ async def test_a_job_at_its_limit_takes_no_slot_from_others(open_q: Open, durabl
     assert gate.most == 3
 
 
+@pytest.mark.parametrize("limits", [{"max_running": 1}, {"max_running_total": 1}, {"rate": Rate(1, per=3600)}])
+async def test_a_job_below_its_limit_starts_when_others_that_took_all_slots_have_ended(
+    open_q: Open, durable: bool, gate: Gate, limits: dict[str, Any]
+) -> None:
+    q = await open_q(concurrency=2)
+    urgent = held(q, gate, name="urgent", durable=durable)
+    limited = held(q, gate, durable=durable, **limits)
+    jobs = await q.enqueue_many([(urgent, ("urgent",)), (urgent, ("urgent",)), (limited, ("limited",))])
+    await eventually(lambda: gate.inside["urgent"] == 2)
+    gate.open()
+    await done(*jobs)
+    assert gate.started == ["urgent", "urgent", "limited"]
+
+
 async def test_plain_functions_have_limits_as_well(q: TinyQ, durable: bool) -> None:
     import threading
 
