@@ -587,10 +587,10 @@ class Rate(Value):
         return min(ahead, longest) if ahead <= 2 * longest else 0.0
 
     def tokens(self, full_at: float | None, now: int) -> tuple[int, int]:
-        """How many there are now, and when there is one again."""
+        """How many there are now, and when there is one again after these."""
         ahead = self._ahead(full_at, now)
         count = int((self.burst * self._each - ahead) / self._each + 1e-6)
-        return count, now if count else now + max(1, math.ceil(ahead - (self.burst - 1) * self._each))
+        return count, now + max(1, math.ceil(ahead + (count + 1 - self.burst) * self._each))
 
     def spend(self, full_at: float | None, now: int, count: int) -> float:
         """When the bucket will be full again after so many have been taken. Rounded up: a moment holds quarters of microseconds,
@@ -1043,7 +1043,7 @@ class Handler(Record):
 # A due job that a claim may take: queue, task, whether it is fragile, its limit value, whether it is not to go into one call with
 # others; and what it is.
 Candidate = tuple[str, str, bool, str, bool, Any]
-Left = tuple[float, float, int | None]  # calls and items that limits leave, and when there is an item again, if there is none
+Left = tuple[float, float, int | None]  # calls and items that limits leave, and when there is an item again after these
 
 
 class Room(NamedTuple):
@@ -1108,17 +1108,17 @@ class Room(NamedTuple):
         return picked
 
 
-NONE_LEFT: Final = [0.0]  # for what waits for others to go with
+NONE_LEFT: Final = [0.0, 0.0]  # for what waits for others to go with
 
 
 class Limits:
     """What the limits of tasks leave, in the course of one claim. `left`: what a store knows of (terms, value)."""
 
     def __init__(self, room: Room, left: Callable[[Terms, str], Left]) -> None:
-        self.wait: int | None = None  # when a rate lets go of what waits for it
         self.refused = 0
         self._room, self._left = room, left
         self._known: dict[tuple[str, str], list[float]] = {}
+        self._again: dict[tuple[str, str], int | None] = {}  # when there is an item again, after these
         self._short: dict[tuple[str, str], list[float]] = {}  # of what has more slots than they leave it
         self._spent: dict[tuple[str, str], tuple[Rate, int]] = {}
 
@@ -1126,11 +1126,10 @@ class Limits:
         """How many calls and items."""
         key = (terms.names[0], value)
         if (known := self._known.get(key)) is None:
-            calls, items, wait = self._left(terms, value) if terms.limited else (math.inf, math.inf, None)
+            calls, items, again = self._left(terms, value) if terms.limited else (math.inf, math.inf, None)
             calls = min(calls, min(terms.running, terms.total) - self._room.busy.get(key, 0))
             self._known[key] = known = [calls, items]
-            if wait is not None and calls >= 1:
-                self.wait = min(wait, self.wait or wait)
+            self._again[key] = again
         return known
 
     def most(self, terms: Terms, value: str, slots: int) -> int:
@@ -1148,6 +1147,12 @@ class Limits:
     def blocked(self) -> set[tuple[str, str]]:
         """Task and value of what they keep from starting: where they leave something, it is slots that are missing."""
         return {key for key, left in self._short.items() if min(left) < 1}
+
+    @property
+    def wait(self) -> int | None:
+        """When a rate lets go of what waits for it."""
+        waiting = (self._again.get(key) for key, (calls, items) in self._short.items() if calls >= 1 > items)
+        return min((moment for moment in waiting if moment is not None), default=None)
 
     def take(self, terms: Terms, value: str, joins: bool) -> bool:
         """One item, and a call if it does not join one; False if there is none left."""
@@ -3842,7 +3847,7 @@ class MemoryStore:
         if terms.rate is None:
             return math.inf, math.inf, None
         count, at = terms.rate.tokens(self._full_at.get((terms.names[0], value)), now)
-        return math.inf, count, None if count else at
+        return math.inf, count, at
 
     def _spend(self, limits: Limits, now: int) -> None:
         for task, value, rate, count in limits.spent:
@@ -4996,8 +5001,7 @@ def left_in_all(db: sqlite3.Connection, namespace: str, now: int, terms: Terms, 
         calls = min(calls, 1) if terms.size > 1 else calls  # so that each has a moment of its own
     if terms.rate is not None:
         known = db.execute(FULL_AT, (namespace, terms.names[0], value)).fetchone()
-        items, at = terms.rate.tokens(known[0] if known else None, now)
-        wait = None if items else at
+        items, wait = terms.rate.tokens(known[0] if known else None, now)
     return calls, items, wait
 
 

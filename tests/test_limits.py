@@ -986,6 +986,17 @@ async def test_a_rate_with_a_burst_of_one_is_even(q: TinyQ, durable: bool, clock
     assert starts == pytest.approx([0, 5, 10, 15], abs=2.5)
 
 
+async def test_the_next_token_lets_one_start_while_all_that_started_before_still_run(
+    q: TinyQ, durable: bool, clock: FakeClock, gate: Gate
+) -> None:
+    limited = held(q, gate, durable=durable, rate=Rate(1, per=10))
+    await q.enqueue_many([(limited, (n,)) for n in range(3)])
+    await eventually(lambda: gate.started)
+    began = clock.now()
+    await eventually(lambda: len(gate.started) == 3 or clock.now() - began > timedelta(minutes=1), clock, 0.5)
+    assert gate.started == [0, 1, 2]
+
+
 async def test_a_rate_holds_for_each_value_apart(q: TinyQ, durable: bool, clock: FakeClock) -> None:
     starts = await starts_at(q, durable, clock, 4, rate=Rate(1, per=3600), limit_by="value")
     assert max(starts) < 600
