@@ -1108,14 +1108,12 @@ class Room(NamedTuple):
         return picked
 
 
-NONE_LEFT: Final = [0.0, 0.0]  # for what waits for others to go with
-
-
 class Limits:
     """What the limits of tasks leave, in the course of one claim. `left`: what a store knows of (terms, value)."""
 
     def __init__(self, room: Room, left: Callable[[Terms, str], Left]) -> None:
         self.refused = 0
+        self.gathering: set[str] = set()  # tasks with jobs that wait for others to go with
         self._room, self._left = room, left
         self._known: dict[tuple[str, str], list[float]] = {}
         self._again: dict[tuple[str, str], int | None] = {}  # when there is an item again, after these
@@ -1147,6 +1145,11 @@ class Limits:
     def blocked(self) -> set[tuple[str, str]]:
         """Task and value of what they keep from starting: where they leave something, it is slots that are missing."""
         return {key for key, left in self._short.items() if min(left) < 1}
+
+    @property
+    def limited(self) -> frozenset[str]:
+        """See Claimed."""
+        return frozenset(self.gathering | {task for task, _ in self.blocked})
 
     @property
     def wait(self) -> int | None:
@@ -3639,6 +3642,7 @@ class MemoryStore:
         self._lanes: dict[tuple[str, str, str | None, bool, int], list[Entry]] = {}
         self._full_at: dict[tuple[str, str], float] = {}  # of rates, by task and value
         self._blocked: set[tuple[str, str]] = set()  # what waits for something else than a slot: see Limits
+        self._gathering: set[tuple[str, str, str | None, bool, int]] = set()  # lanes whose jobs wait for others to go with
         self._later: list[Entry] = []  # the same with priority 0
         self._finished: deque[JobRow] = deque()
         self._keys: dict[tuple[str, str, State], JobRow] = {}
@@ -3835,8 +3839,7 @@ class MemoryStore:
         self._spend(limits, now)
         next_at = self._later[0][1] if self._later else None
         self._blocked = limits.blocked
-        limited = frozenset(task for task, _ in limits.blocked)
-        return Claimed(taken, soonest(next_at, ripe_at, limits.wait), self._lacks_room(), limited=limited)
+        return Claimed(taken, soonest(next_at, ripe_at, limits.wait), self._lacks_room(), limited=limits.limited)
 
     @staticmethod
     def _candidate(row: JobRow) -> Candidate:
@@ -3860,6 +3863,7 @@ class MemoryStore:
         that wait for others to go with have waited long enough."""
         found: list[Entry] = []
         ripe_at: int | None = None
+        self._gathering.clear()
         for lane in list(self._lanes):
             queue_name, task_name, value, alone, ready = lane
             most, heap = room.free(queue_name, task_name), self._lanes[lane]
@@ -3872,7 +3876,8 @@ class MemoryStore:
                 moments = (entry[1] for entry in heap if not self._stale(entry))
                 if heap and not (alone or ready == FRAGILE) and (wait := terms.ripe_at(moments, len(heap))) > now:
                     ripe_at = soonest(ripe_at, wait)
-                    limits.block(terms, value or "", NONE_LEFT)
+                    self._gathering.add(lane)
+                    limits.gathering.update(terms.names)
                     continue
                 most = limits.most(terms, value or "", most)
             while most > 0 and heap:
@@ -4129,9 +4134,9 @@ class MemoryStore:
         return self._lacks_room() or bool(self._later and self._later[0][1] <= now)
 
     def _lacks_room(self) -> bool:
-        if not self.held and not self._blocked:
+        if not (self.held or self._blocked or self._gathering):
             return bool(self._lanes)
-        waiting = ((lane[0], (lane[1], lane[2] or "")) for lane in self._lanes)
+        waiting = ((lane[0], (lane[1], lane[2] or "")) for lane in self._lanes.keys() - self._gathering)
         return any(queue not in self.held and limit not in self._blocked for queue, limit in waiting)
 
     def adopt(self, row: SimpleRow) -> None:
@@ -4864,7 +4869,7 @@ def gated_heads(db: sqlite3.Connection, room: Room, lane: Lane, limits: Limits, 
         else:
             count, first_run_at = db.execute(GATHERED, (lane.number, terms.size)).fetchone()
         if count and (wait := terms.ripe_at([first_run_at], count)) > now:  # others may have taken them since the head was read
-            limits.block(terms, lane.value or "", NONE_LEFT)
+            limits.gathering.update(terms.names)
             return [], wait
     if head is not None and head[5]:
         most = min(most, slots)  # each in a call of its own
@@ -4968,7 +4973,7 @@ def candidates(
     recurring = all(lane.terms is not None for lane in (*lanes, *fragile))
     wait = soonest(wait, limits.wait, left_for_others, look_on)
     more = more or len(picked) + limits.refused < len(heads)
-    return Choice(picked, more, wait, limits.spent, recurring, limited=frozenset(task for task, _ in limits.blocked))
+    return Choice(picked, more, wait, limits.spent, recurring, limited=limits.limited)
 
 
 def of_one_lane(
@@ -4986,8 +4991,8 @@ def of_one_lane(
         found, full = [(row[4], row[5], row[0]) for row in read], len(read) == lane.slots
     most = share.of(db, namespace, len(found), found[0][1] + window) if share is not None and found else len(found)
     wait = soonest(ripe_at, now + FRESH_FOR if most < len(found) else None)
-    seqs, limited = [row[2] for row in found[:most]], frozenset(task for task, _ in limits.blocked)
-    return Choice(seqs, full or most < len(found), wait, (), lane.terms is not None, read and read[:most], limited)
+    seqs = [row[2] for row in found[:most]]
+    return Choice(seqs, full or most < len(found), wait, (), lane.terms is not None, read and read[:most], limits.limited)
 
 
 def left_in_all(db: sqlite3.Connection, namespace: str, now: int, terms: Terms, value: str) -> Left:

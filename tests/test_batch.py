@@ -630,6 +630,25 @@ async def test_the_window_begins_when_a_delayed_item_is_due(open_q: Open, clock:
     await eventually(lambda: over([job]))
 
 
+async def test_items_that_wait_for_the_window_hold_up_none_of_their_task_that_wait_for_a_slot(
+    open_q: Open, durable: bool
+) -> None:
+    q = await open_q(queues={"other": 1})
+    polls, leave = Batches(q, 2, window=3600, durable=durable), asyncio.Event()
+
+    @q.task(durable=durable, queue="other")
+    async def busy() -> None:
+        await leave.wait()
+
+    first = await busy.enqueue()
+    await eventually(lambda: first.status == State.RUNNING)
+    await polls.enqueue(1)
+    jobs = await polls.enqueue(2, 3, queue="other")
+    leave.set()
+    await eventually(lambda: over(jobs))
+    assert polls.calls == [[2, 3]]
+
+
 async def test_an_item_that_is_cancelled_while_it_waits_is_in_no_call(open_q: Open, clock: FakeClock, durable: bool) -> None:
     q = await open_q()
     polls = Batches(q, window=2)
