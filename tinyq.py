@@ -3873,12 +3873,13 @@ class MemoryStore:
             if terms is not None:
                 while heap and self._stale(heap[0]):
                     heapq.heappop(heap)
-                moments = (entry[1] for entry in heap if not self._stale(entry))
-                if heap and not (alone or ready == FRAGILE) and (wait := terms.ripe_at(moments, len(heap))) > now:
-                    ripe_at = soonest(ripe_at, wait)
-                    self._gathering.add(lane)
-                    limits.gathering.update(terms.names)
-                    continue
+                if terms.window and not (alone or ready == FRAGILE):
+                    moments = [*itertools.islice((entry[1] for entry in heap if not self._stale(entry)), terms.size)]
+                    if moments and (wait := terms.ripe_at(moments, len(moments))) > now:
+                        ripe_at = soonest(ripe_at, wait)
+                        self._gathering.add(lane)
+                        limits.gathering.update(terms.names)
+                        continue
                 most = limits.most(terms, value or "", most)
             while most > 0 and heap:
                 entry = heapq.heappop(heap)

@@ -658,6 +658,19 @@ async def test_an_item_that_is_cancelled_while_it_waits_is_in_no_call(open_q: Op
     assert polls.calls == [[1, 3]]
 
 
+async def test_items_that_wait_no_more_do_not_fill_a_call(open_q: Open, clock: FakeClock, durable: bool) -> None:
+    q = await open_q()
+    polls = Batches(q, 3, window=10, durable=durable)
+    _, gone = await polls.enqueue(1, 2)
+    await clock.advance(1)
+    assert await gone.cancel()
+    await polls.enqueue(3)
+    await clock.advance(1)
+    assert polls.calls == []
+    await eventually(lambda: polls.calls, clock)
+    assert polls.calls == [[1, 3]]
+
+
 async def test_items_that_wait_for_their_window_do_not_fall_behind(
     open_q: Open, clock: FakeClock, durable: bool, caplog: Lines
 ) -> None:
