@@ -1109,12 +1109,14 @@ class Room(NamedTuple):
 
 
 class Limits:
-    """What the limits of tasks leave, in the course of one claim. `left`: what a store knows of (terms, value)."""
+    """What the limits of tasks leave, in the course of one claim. `left`: what a store knows of (terms, value). `by_start`: it
+    tells the calls that run in all processes apart by when they were started, so that one claim may not begin two of them."""
 
-    def __init__(self, room: Room, left: Callable[[Terms, str], Left]) -> None:
+    def __init__(self, room: Room, left: Callable[[Terms, str], Left], by_start: bool = False) -> None:
         self.refused = 0
+        self.one_by_one = False  # more calls could start than one claim may begin
         self.gathering: set[str] = set()  # tasks with jobs that wait for others to go with
-        self._room, self._left = room, left
+        self._room, self._left, self._by_start = room, left, by_start
         self._known: dict[tuple[str, str], list[float]] = {}
         self._again: dict[tuple[str, str], int | None] = {}  # when there is an item again, after these
         self._short: dict[tuple[str, str], list[float]] = {}  # of what has more slots than they leave it
@@ -1126,6 +1128,8 @@ class Limits:
         if (known := self._known.get(key)) is None:
             calls, items, again = self._left(terms, value) if terms.limited else (math.inf, math.inf, None)
             calls = min(calls, min(terms.running, terms.total) - self._room.busy.get(key, 0))
+            if self._by_start and terms.size > 1 and calls > 1 and terms.total < math.inf:
+                self.one_by_one, calls = True, 1
             self._known[key] = known = [calls, items]
             self._again[key] = again
         return known
@@ -4941,7 +4945,7 @@ def candidates(
     share: Share | None = None,
 ) -> Choice:  # fmt: skip
     """The heads of every lane that has room, merged by priority, time and sequence."""
-    limits = Limits(room, functools.partial(left_in_all, db, namespace, now))
+    limits = Limits(room, functools.partial(left_in_all, db, namespace, now), by_start=True)
     if len(lanes) == 1 and not fragile and not lanes[0].unfit and (lanes[0].terms is None or not lanes[0].terms.limited):
         return of_one_lane(db, namespace, room, lanes[0], limits, now, share)
     heads: list[tuple[int, int, int, Candidate]] = []
@@ -4972,7 +4976,7 @@ def candidates(
     left_for_others = now + FRESH_FOR if most < len(heads) else None
     look_on = now + LOOK_ON if len(lanes) >= LANES_AT_ONCE else None
     recurring = all(lane.terms is not None for lane in (*lanes, *fragile))
-    wait = soonest(wait, limits.wait, left_for_others, look_on)
+    wait = soonest(wait, limits.wait, left_for_others, look_on, now + 1 if limits.one_by_one and picked else None)
     more = more or len(picked) + limits.refused < len(heads)
     return Choice(picked, more, wait, limits.spent, recurring, limited=limits.limited)
 
@@ -5004,7 +5008,6 @@ def left_in_all(db: sqlite3.Connection, namespace: str, now: int, terms: Terms, 
         select = HOLDERS.format(what="count(*)" if terms.size == 1 else "count(DISTINCT worker || ' ' || started)")
         last = value if terms.by else LAST_VALUE  # what runs since these limits went by a parameter counts as well
         calls -= sum(db.execute(select, (namespace, name, value, last)).fetchone()[0] for name in terms.names)
-        calls = min(calls, 1) if terms.size > 1 else calls  # so that each has a moment of its own
     if terms.rate is not None:
         known = db.execute(FULL_AT, (namespace, terms.names[0], value)).fetchone()
         items, wait = terms.rate.tokens(known[0] if known else None, now)

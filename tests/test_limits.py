@@ -1103,11 +1103,11 @@ def row(value: str, limit_value: str | None = None, **fields: Any) -> JobRow:
     return JobRow(new_id(NOW), "send", "default", 0, NOW, NOW, **others)
 
 
-def room_of(total: int, by: str | None = None, slots: int = 50, names: Sequence[str] = ("send",)) -> Room:
+def room_of(total: int, by: str | None = None, slots: int = 50, names: Sequence[str] = ("send",), size: int = 1) -> Room:
     def value_of(payload: str | None, version: int) -> str:
         return str(payload)[2:].partition("]")[0] if by else ""
 
-    terms = Terms(names=names, total=total, by=by, value_of=value_of)
+    terms = Terms(names=names, total=total, by=by, value_of=value_of, size=size)
     return Room(slots, {}, slots, slots, dict.fromkeys(names, False), terms=dict.fromkeys(names, terms))
 
 
@@ -1147,6 +1147,15 @@ async def test_what_runs_since_a_limit_went_by_a_parameter_counts_for_the_limit_
     await store.insert([row("d", "")], NOW)
     assert await claim_all(store, room_of(3)) == []
     assert len(await claim_all(store, room_of(4))) == 1
+
+
+async def test_calls_of_several_jobs_below_the_limit_of_all_are_claimed_right_after_another(store: SQLiteStore) -> None:
+    await store.insert([row("a", "") for _ in range(8)], NOW)
+    room, found = room_of(3, size=2), []
+    for moment in range(NOW, NOW + 4):
+        claimed = await store.claim(room, "w", moment + 30 * SECOND, moment)
+        found.append((len(claimed.rows), claimed.next_at and claimed.next_at - moment))
+    assert found == [(2, 1), (2, 1), (2, None), (0, None)]
 
 
 async def test_a_job_on_which_a_worker_has_died_gets_its_value_as_well(store: SQLiteStore, file: Path) -> None:
