@@ -8540,6 +8540,8 @@ class Crew:
                 row.handler = None
             vars(row).update(as_values(fresh))
             row.args = row.settings = None
+            if row.finished is not None:  # nobody looks for it any more
+                self.tell(row, row.finished)
         return row
 
     def _over(self, job: Running, outcome: Outcome) -> None:

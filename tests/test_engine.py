@@ -967,6 +967,22 @@ async def test_a_kept_result_can_be_waited_for_from_another_process(open_file: O
     assert await asyncio.wait_for(waiting, 20) == 42
 
 
+async def test_who_waits_for_a_result_is_told_though_somebody_else_has_read_first_that_the_job_is_done(
+    open_file: Open, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def later(engine: tinyq.Engine, now: int) -> float:
+        return math.inf
+
+    monkeypatch.setattr(tinyq.Engine, "look_up", later)
+    looker, worker = await open_file(worker=False), await open_file()
+    worker.task(name="answer")(lambda: 42)
+    job = await looker.enqueue("answer", durable=True, result_ttl=3600)
+    waiting = asyncio.create_task(job.result())
+    await worker.drain()
+    assert (await looker.get(job.id)).status is State.DONE
+    assert await asyncio.wait_for(waiting, 20) == 42
+
+
 async def test_without_result_ttl_another_process_is_told_at_once_that_there_will_be_no_result(
     open_file: Open, clock: FakeClock, gate: Gate
 ) -> None:
