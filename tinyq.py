@@ -3420,6 +3420,7 @@ MERGED: Final = "merged into its successor with the same key"  # such a row is n
 # What `on_conflict="replace"` takes over from the newcomer, and what `requeue` resets.
 REPLACED: Final = (
     "queue", "priority", "run_at", "payload", "payload_version", "options", "headers", "expires", "lane", "limit_value",
+    "attempts", "snoozes", "interruptions", "parked", "reason", "singly",
 )  # fmt: skip
 FRESH: Final[Mapping[str, Any]] = {
     "state": State.PENDING, "attempts": 0, "snoozes": 0, "interruptions": 0, "lost": 0, "parked": None, "expires": None,

@@ -321,6 +321,15 @@ async def test_replace_gives_the_pending_job_new_arguments_and_time(store: Store
     assert {name: getattr(found, name) for name in fields} == fields
 
 
+async def test_a_job_that_is_replaced_while_it_waits_for_its_retry_begins_afresh(store: Store) -> None:
+    old = await running(store, key="k")
+    counted: dict[str, Any] = {"attempts": 5, "snoozes": 2, "interruptions": 3, "parked": NOW, "reason": "worker lost"}
+    await settle(store, old, State.PENDING, **counted)
+    await store.insert([job(key="k", on_conflict="replace", payload='[["new"],{}]')], NOW)
+    found = await read(store, old)
+    assert [getattr(found, name) for name in counted] == [0, 0, 0, None, None]
+
+
 async def test_each_replacement_postpones_the_job(store: Store) -> None:
     await store.insert([job(key="k")], NOW)
     for delay in (1, 2, 3):
