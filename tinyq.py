@@ -4567,7 +4567,7 @@ def lane_of(namespace: str, queue: str, task: str, value: str | None = None, sin
     """The lane of a job as a number, a hash: an index of numbers costs half of one with their names in it. The lanes of a queue
     and a task are a group, of which most have one: each value that limits go by has its own, and each kind of call. What a
     hand has inserted, or moved to another task or queue, has none at first: the number 0."""
-    group = digest("\0".join((queue, task))) >> 40 << LANE_BITS
+    group = digest("\0".join((namespace, queue, task))) >> 40 << LANE_BITS
     kind = (queue, task, *(() if value is None else (value,)), str(singly))  # what has no value yet has another than ''
     return cast(int, lane_range(namespace)["first"]) | group | digest("\0".join(kind)) >> 40
 

@@ -416,6 +416,17 @@ async def test_namespaces_in_one_file_do_not_see_each_other(path: str) -> None:
         assert {row.namespace for row in await claim(two)} == {"two"}
 
 
+async def test_namespaces_whose_lanes_have_the_same_numbers_do_not_hold_up_each_other(path: str) -> None:
+    names = "svc173", "svc374"
+    assert len({tinyq.lane_range(name)["first"] for name in names}) == 1
+    async with opened(path, namespace=names[0]) as one, opened(path, namespace=names[1]) as two:
+        theirs, mine = ([job(), job(run_at=NOW + 1)] for _ in names)
+        await two.insert(theirs, NOW)
+        await one.insert(mine, NOW)
+        assert [row.id for row in await claim(one, now=NOW + 1)] == [row.id for row in mine]
+        assert [row.id for row in await claim(two, now=NOW + 1)] == [row.id for row in theirs]
+
+
 # opening what cannot be opened
 
 
