@@ -615,7 +615,7 @@ class Options(TypedDict, total=False):
     queue: the bulkhead whose slots it uses. Default "default".
     priority: higher starts first within a queue. Default 0.
     delay, run_at: start in so many seconds / at an aware datetime. Default: now. Not both.
-    expires: seconds from now, or an aware datetime; a job not started by then is cancelled.
+    expires: seconds from now, or an aware datetime; a job not started by then is cancelled, one that was may be retried later.
     key, on_conflict: one pending job per task and key. If there is one: "reuse" it (default, also a running one), "queue" one
         behind the running one, "replace" the pending one's arguments and time, or "raise" KeyConflict.
     retry: a Retry, a list of delays, or False.
@@ -7519,6 +7519,11 @@ def lost_for_good(row: JobRow, settings: Settings) -> bool:
     return row.attempts > settings.retry.max_attempts or (settings.on_lost == "dead" and row.reason == WORKER_LOST)
 
 
+def has_begun(job: Running) -> bool:
+    """Whether its handler has been called before, for this fire time if it recurs."""
+    return job.attempts > 1 or job.snoozes > 0 or job.interruptions > 0 or job.reason == SPLIT
+
+
 def choose_fire_time(job: Running, now: int) -> bool:
     """For which of the fire times that have passed a recurring job runs; False for none of them, as it is too late."""
     due, text = cast(int, job.fire_time), cast(str, job.recurrence)
@@ -7528,7 +7533,7 @@ def choose_fire_time(job: Running, now: int) -> bool:
     recurrence = recurrence_of(text)
     rule = rule_from(recurrence.rule)
     latest, chosen, missed = choose(rule, recurrence.misfire, recurrence.grace, due - 1, now)
-    begun = job.attempts > 1 or job.snoozes > 0 or job.interruptions > 0 or job.reason == SPLIT
+    begun = has_begun(job)
     if latest <= due and (begun or waited_on_purpose(job, recurrence, rule, now)):  # once it has begun it is no longer too late
         job.ran = Ran(due, now, 0, 0, cast(str, job.recurrence))
         return True
@@ -7558,7 +7563,7 @@ def prepare_call(job: Running, now: int) -> Outcome | Arguments:
     """The arguments, or why the handler is not to be called."""
     if job.refused is not None:
         return job.refused
-    if job.expires is not None and job.expires < now:
+    if job.expires is not None and job.expires < now and not has_begun(job):
         return Outcome("expired", reason="expired before it started")
     if job.lost and lost_for_good(job, job.settings):
         return Outcome("lost", reason=WORKER_LOST)

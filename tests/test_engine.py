@@ -504,6 +504,27 @@ async def test_a_job_that_started_in_time_may_end_after_it_expires(q: TinyQ, dur
     assert (await ended(job)).status is State.DONE
 
 
+@pytest.mark.parametrize(
+    "first", [ValueError("once"), tinyq.Snooze(60), tinyq.RetryAfter(60)], ids=lambda error: type(error).__name__
+)
+async def test_a_job_that_started_in_time_may_start_again_after_it_expires(
+    q: TinyQ, durable: bool, clock: FakeClock, first: Exception
+) -> None:
+    starts: list[float] = []
+
+    @q.task(durable=durable, retry=[60], expires=5, name="tries")
+    async def tries() -> None:
+        starts.append(clock.monotonic())
+        if len(starts) == 1:
+            raise first
+
+    job = await tries.enqueue()
+    await eventually(lambda: starts and job.status is State.PENDING)
+    await clock.advance(61)
+    assert (await ended(job)).status is State.DONE
+    assert len(starts) == 2
+
+
 # Keys
 
 
