@@ -9857,6 +9857,7 @@ class Inquiries(Intake):
         return self.crew.known(found[0]) if found else None
 
     async def exists(self, row: JobRow) -> bool:
+        self.refuse_fork()
         if not row.durable:
             return bool(await self.memory_store.get([row.id]))
         self.require_durable()

@@ -64,6 +64,7 @@ async def every_call_is_refused(used: Any, job: tinyq.Job[Any]) -> None:
             lambda: used.stop(grace=0),
             lambda: job.result(timeout=5),
             lambda: job.cancel(),
+            lambda: job.exists(),
             lambda: job.promote(),
         ]
         for call in calls:
