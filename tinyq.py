@@ -8540,7 +8540,8 @@ class Crew:
         older; else the row itself. `again`: the job had ended and was requeued."""
         row = self.live.setdefault(fresh.id, self.running.get(fresh.id, fresh))  # it may have been started while this was read
         ended = row.finished is not None and fresh.finished is None and fresh.claim_no == row.claim_no
-        older = fresh.claim_no < row.claim_no or (ended and not (again and fresh.state is State.PENDING))
+        again = (again or row.state is State.DEAD) and fresh.state is State.PENDING  # as it was not when it died
+        older = fresh.claim_no < row.claim_no or (ended and not again)
         if row is not fresh and row.tag not in self.running and not older:
             if fresh.task != row.task:  # a hand has made it a job of another
                 row.handler = None

@@ -165,6 +165,20 @@ async def test_a_job_that_another_instance_requeues_while_its_handle_is_held_her
     assert await job.result(timeout=20) == "at last"
 
 
+async def test_a_dead_job_that_another_instance_has_requeued_is_pending_for_whoever_asks_though_its_handle_is_held_here(
+    open_file: Open, clock: FakeClock
+) -> None:
+    q, other = await open_file(), await open_file(worker=False)
+    flaky = Flaky()
+    held = await dead(await q.task(name="flaky", retry=False, durable=True, result_ttl=3600)(flaky).enqueue())
+    await other.pause("default")
+    assert await other.requeue(held.id) == 1
+    job = await q.get(held.id)
+    assert (job.status, held.status, job.attempts) == (State.PENDING, State.PENDING, 0)
+    await other.resume("default")
+    assert await job.result(timeout=20) == "at last"
+
+
 async def test_a_requeued_job_that_runs_before_requeue_has_read_it_back_runs_once_more_and_ends_done(
     open_file: Open, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
