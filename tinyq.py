@@ -4537,8 +4537,9 @@ COUNTS: Final = (
 LIGHT: Final = ", ".join("NULL" if column in ("payload", "result", "progress") else column for column in COLUMNS)
 # With the moment said twice SQLite begins where it is in the index: it does not look into a comparison of row values.
 RECURRING: Final = (
-    f"SELECT {LIGHT} FROM tinyq_jobs WHERE namespace = :namespace AND recurrence IS NOT NULL AND finished IS NULL "
-    "AND seq > :after AND (:task IS NULL OR task = :task) AND (:key IS NULL OR key = :key) ORDER BY seq LIMIT :limit"
+    f"SELECT {LIGHT} FROM tinyq_jobs WHERE namespace = :namespace AND recurrence IS NOT NULL AND recurrence <> '' "
+    "AND finished IS NULL AND seq > :after AND (:task IS NULL OR task = :task) AND (:key IS NULL OR key = :key) "
+    "ORDER BY seq LIMIT :limit"
 )
 DEAD_ROWS: Final = (
     f"SELECT {LIGHT} FROM tinyq_jobs WHERE namespace = :namespace AND state = 'dead' AND finished <= :finished "

@@ -185,6 +185,17 @@ async def test_unscheduled_while_it_runs_it_ends_with_that_run(q: TinyQ, polls: 
     assert polls.fires == [10]
 
 
+async def test_one_that_was_unscheduled_and_still_runs_is_not_listed_and_no_error(
+    q: TinyQ, polls: Polls, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    polls.seconds = 3
+    await q.schedule(polls.task, 7, when=Every(10), key="7")
+    await eventually(lambda: len(polls.calls) == 1, clock, 1)
+    await q.unschedule(polls.task, key="7")
+    assert await q.schedules() == []
+    assert caplog.records == []
+
+
 async def test_the_handler_can_end_it_for_good_with_cancel(q: TinyQ, polls: Polls, clock: FakeClock) -> None:
     polls.error = Cancel("no such subscription")
     await q.schedule(polls.task, 7, when=Every(10), key="7")
