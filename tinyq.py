@@ -3529,6 +3529,16 @@ class Tally(NamedTuple):
         return Tally(*map(int, (text or "").split()))
 
 
+def requeued(row: JobRow, now: int) -> dict[str, Any]:
+    """What becomes of a job that is made pending again: one that recurs waits for its next fire time, or to be resumed."""
+    if not row.recurrence:
+        return {**FRESH, "run_at": now, "ready": CLAIMABLE}
+    recurrence = recurrence_of(row.recurrence)
+    upcoming = rule_from(recurrence.rule).next_at(max(now, Tally.of(row.tally).last))
+    ready = PAUSED if recurrence.paused else claimable(upcoming, 0, now)
+    return {**FRESH, "run_at": upcoming, "fire_time": upcoming, "ready": ready}
+
+
 RULE_FAILS: Final = "its rule fails"
 LOOK_AGAIN: Final = 30.0  # seconds until a job whose rule fails here is tried again, by whoever has room for it
 
@@ -3982,12 +3992,13 @@ class MemoryStore:
                 pending, running = self._same_key(row)
                 if pending or (running and row.recurrence is not None) or keys[row.task, row.key] > 1:
                     raise key_conflict(row)
-        for row in again:
+        fresh = [requeued(row, now) for row in again]
+        for row, values in zip(again, fresh, strict=True):
             self._finished.remove(row)
-            for name, value in FRESH.items():
+            for name, value in values.items():
                 setattr(row, name, value)
-            row.run_at = now
-            self._become_pending(row, now, HELD if row.key is not None and self._same_key(row)[1] is not None else None)
+            held = HELD if row.key is not None and self._same_key(row)[1] is not None else None
+            self._become_pending(row, now, PAUSED if row.ready == PAUSED else held)
         return [row.id for row in again]
 
     async def _requeue_dead(self, id: bytes, now: int) -> Sequence[bytes]:
@@ -5351,7 +5362,7 @@ def requeue_rows(db: sqlite3.Connection, namespace: str, ids: Sequence[bytes], n
                         continue
                     raise key_conflict(row)
                 held = running is not None
-            fresh = dict(FRESH) | {"run_at": now, "ready": HELD if held else CLAIMABLE}
+            fresh = requeued(row, now) | ({"ready": HELD} if held else {})
             assignments = ", ".join(f"{name} = :{name}" for name in fresh)
             db.execute(f"UPDATE tinyq_jobs SET {assignments} WHERE seq = :seq", fresh | {"seq": row.seq})
             again.append(row.id)
@@ -12438,7 +12449,7 @@ class TinyQ:
 
         Give ids (of cancelled jobs, too), or `task` (or its name) for all its dead jobs, or `all=True` for all there are; else
         TypeError. Each 500 of them are one transaction. An id raises KeyConflict if a job with the same key is pending; with
-        `task` and `all` such a job is left dead, and one WARNING counts them.
+        `task` and `all` such a job is left dead, and one WARNING counts them. A recurring job waits for its next fire time.
         """
         one_way("requeue", ids, task, all)
         engine = self._running()

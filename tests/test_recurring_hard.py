@@ -15,7 +15,11 @@ from helpers import Notes, Open, edit, eventually, rows, stopped_at_once
 from test_recurring import Polls, next_run, only
 
 import tinyq
-from tinyq import Cancel, Cron, Every, Job, JobFailed, Retry, Snooze, State, TinyQ
+from tinyq import Cancel, Cron, Every, Job, JobFailed, RecurringJob, Retry, Snooze, State, TinyQ
+
+
+def id_of(recurring: RecurringJob) -> str:
+    return tinyq.id_text(recurring._row.id)
 
 
 @pytest.fixture
@@ -170,6 +174,30 @@ async def test_a_hook_may_requeue_or_look_up_a_job_that_comes_again_anyway(q: Ti
     polls.error = None
     await next_run(q, polls, clock, 2)
     assert polls.calls == [(7, 10, 1), (7, 20, 1)]
+
+
+async def test_requeued_after_it_was_cancelled_it_waits_for_its_next_fire_time(q: TinyQ, polls: Polls, clock: FakeClock) -> None:
+    job = await q.get(id_of(await q.schedule(polls.task, 7, when=Every(60), key="7")))
+    await next_run(q, polls, clock, 1)
+    assert await job.cancel()
+    await clock.advance(130)
+    assert await q.requeue(job.id) == 1
+    assert (await only(q)).stats.next == polls.began + timedelta(seconds=240)
+    await next_run(q, polls, clock, 3)
+    assert polls.calls == [(7, 60, 1), (7, 240, 1), (7, 300, 1)]
+
+
+async def test_requeued_after_it_was_paused_and_cancelled_it_stays_paused(q: TinyQ, polls: Polls, clock: FakeClock) -> None:
+    recurring = await q.schedule(polls.task, 7, when=Every(60), key="7")
+    await recurring.pause()
+    job = await q.get(id_of(recurring))
+    assert await job.cancel()
+    assert await q.requeue(job.id) == 1
+    await clock.advance(130)
+    assert polls.calls == []
+    await (await only(q)).resume()
+    await next_run(q, polls, clock, 1)
+    assert polls.calls == [(7, 180, 1)]
 
 
 async def test_the_on_dead_hooks_hear_of_a_fire_time_whose_worker_was_lost_once_too_often(
