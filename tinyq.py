@@ -4724,18 +4724,16 @@ def insert_special(db: sqlite3.Connection, namespace: str, row: JobRow, now: int
         db.execute(DELETE, (encode_json([seq for seq, waits in others if waits]),)) if superseded else None
         if overlaps and row.overlap == "skip":
             return Inserted(row, "overlap")
-    if row.recurrence is not None:
-        known = same_key(db, row, State.PENDING) or same_key(db, row, State.RUNNING)
-        for alias in row.handler.aliases if known is None and row.handler is not None else ():
-            before = row.but(task=alias)
-            known = known or same_key(db, before, State.PENDING) or same_key(db, before, State.RUNNING)
-        if known is not None:
-            return reschedule(db, known, row, now)
     if row.key is not None:
-        pending, running = same_key(db, row, State.PENDING), same_key(db, row, State.RUNNING)
+        pending, running = namesakes(db, row)
+        known = pending or running
+        if known is not None and row.recurrence is not None:
+            return reschedule(db, known, row, now)
         action = resolve_key(row.on_conflict, pending, running)
         if action == "conflict":
             raise key_conflict(row)
+        if known is not None and known.task != row.task:  # its name stays, under which the two are told apart and set free
+            row.task, row.lane = known.task, lane_of(namespace, row.queue, known.task, row.limit_value, row.singly)
         if action == "replace" and pending is not None:
             ready = HELD if running else claimable(row.run_at, pending.lost, now)
             db.execute(REPLACE, {name: getattr(row, name) for name in REPLACED} | {"ready": ready, "seq": pending.seq})
@@ -4791,6 +4789,16 @@ def why_not_fired(db: sqlite3.Connection, row: JobRow) -> Literal["lost", "pause
     select = "SELECT coalesce(rule <> ?, 0), paused FROM tinyq_schedules WHERE namespace = ? AND name = ?"
     stale, paused = db.execute(select, (row.rule, row.namespace, row.schedule)).fetchone()
     return "stale" if stale else "paused" if paused else "lost"
+
+
+def namesakes(db: sqlite3.Connection, row: JobRow) -> tuple[JobRow | None, JobRow | None]:
+    """What waits and what runs with its key; if nothing does, under a name that its task had before."""
+    pending = running = None
+    for name in (row.task, *(row.handler.aliases if row.handler is not None else ())):
+        if pending is None and running is None:
+            known = row if name == row.task else row.but(task=name)
+            pending, running = same_key(db, known, State.PENDING), same_key(db, known, State.RUNNING)
+    return pending, running
 
 
 def same_key(db: sqlite3.Connection, row: JobRow, state: State) -> JobRow | None:

@@ -883,6 +883,43 @@ async def test_dead_jobs_under_an_old_name_are_listed_requeued_and_purged_with_t
     assert rows(file, "task") == []
 
 
+async def test_a_key_also_finds_the_job_that_waits_under_an_old_name(open_file: Open, file: Path, clock: FakeClock) -> None:
+    q = await open_file()
+    ran: list[int] = []
+    new = q.task(name="new_name", aliases=["old_name"], durable=True)(lambda n: ran.append(n))
+    first = await new.options(key="k", delay=60).enqueue(1)
+    edit(file, "UPDATE tinyq_jobs SET task = 'old_name'")
+    assert [(job := await new.options(key="k").enqueue(2)).created, job.id] == [False, first.id]
+    assert (await new.options(key="k", on_conflict="replace", delay=120).enqueue(3)).id == first.id
+    with pytest.raises(tinyq.KeyConflict):
+        await new.options(key="k", on_conflict="raise").enqueue(4)
+    await eventually(lambda: ran, clock, 1)
+    await clock.advance(120)
+    assert ran == [3]
+
+
+async def test_a_job_waits_for_the_one_with_its_key_that_runs_under_an_old_name(
+    open_file: Open, file: Path, clock: FakeClock
+) -> None:
+    q = await open_file()
+    ran: list[int] = []
+    go_on = asyncio.Event()
+
+    @q.task(name="new_name", aliases=["old_name"], durable=True)
+    async def new(n: int) -> None:
+        ran.append(n)
+        await go_on.wait()
+
+    await new.options(key="k", delay=60).enqueue(1)
+    edit(file, "UPDATE tinyq_jobs SET task = 'old_name'")
+    await eventually(lambda: ran, clock, 1)
+    await new.options(key="k", on_conflict="queue").enqueue(2)
+    await clock.advance(5)
+    assert ran == [1]
+    go_on.set()
+    await eventually(lambda: ran == [1, 2], clock)
+
+
 def test_a_name_that_is_taken_is_no_alias() -> None:
     q = TinyQ()
     q.task(name="a", aliases=["b"])(lambda: None)
