@@ -6847,9 +6847,9 @@ STOP_REASONS: Final[Mapping[Why, str]] = {
 }
 
 
-def label(row: JobRow) -> str:
+def label(row: JobRow, attempt: int | None = None) -> str:
     """How a job is called in logs: name, id, attempt; never its arguments."""
-    return f"job {row.task} [{id_text(row.id)}] attempt {row.attempts}"
+    return f"job {row.task} [{id_text(row.id)}] attempt {row.attempts if attempt is None else attempt}"
 
 
 class Tier(Record):
@@ -8011,9 +8011,10 @@ def report(row: JobRow, outcome: Outcome, change: Settlement) -> None:
     """The log line of an outcome, if it deserves one: WARNING for a retry, ERROR with traceback for the end."""
     if change.state is State.DEAD:
         fate = "failed for this fire time" if row.recurrence else "is dead"
-        log.error("%s %s, %s: %s", label(row), fate, change.reason, change.error, exc_info=outcome.error)
+        told = label(row, change.attempts)  # in memory a recurring job has moved on
+        log.error("%s %s, %s: %s", told, fate, change.reason, change.error, exc_info=outcome.error)
     elif outcome.kind in ("failed", "timeout"):  # (of a call that is split one line has told)
-        log.warning("%s failed: %s; next start at %s", label(row), change.error, as_datetime(change.run_at))
+        log.warning("%s failed: %s; next start at %s", label(row, change.attempts), change.error, as_datetime(change.run_at))
     elif outcome.kind == "parked" and row.parked is None:
         log.warning("%s is parked: %s", label(row), change.error)
     elif outcome.kind in ("expired", "interrupted"):

@@ -213,7 +213,9 @@ async def test_a_job_that_fails_for_good_is_logged_counted_and_comes_again(
     with caplog.at_level(logging.ERROR, "tinyq"):
         await next_run(q, polls, clock, 2)
     assert polls.fires == [10, 20]
-    lines = [line for line in caplog.messages if "failed for this fire time, no attempts left: ValueError: down" in line]
+    lines = [
+        line for line in caplog.messages if "attempt 1 failed for this fire time, no attempts left: ValueError: down" in line
+    ]
     assert len(lines) == 2
     found = await only(q)
     assert found.error == "ValueError: down"
