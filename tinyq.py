@@ -9590,10 +9590,10 @@ class Intake:
             if store.idle and crew.offer(tier, row, row.created):
                 sure = row.settings is None or row.settings.on_lost == "dead"
                 return store.hand_over(row, row.created, functools.partial(crew.take_over, tier, row), sure)
-            crew.live[row.id] = row
             if row.run_at <= row.created and not store.carries_due:
                 tier.wake.set()  # so that a claim goes along with this and what else is enqueued now
                 store.claim_comes = True
+        crew.live[row.id] = row
         return store.add(row, row.created)
 
     async def insert_within(self, tx: Any, rows: Sequence[JobRow]) -> Sequence[Inserted]:

@@ -988,6 +988,19 @@ async def test_a_kept_result_can_be_waited_for_from_another_process(open_file: O
     assert await asyncio.wait_for(waiting, 20) == 42
 
 
+async def test_a_process_that_only_enqueues_can_wait_for_a_result_while_it_holds_another_handle_of_the_job(
+    open_file: Open, clock: FakeClock
+) -> None:
+    looker, worker = await open_file(worker=False), await open_file()
+    worker.task(name="answer")(lambda: 42)
+    await worker.pause("default")
+    job = await looker.enqueue("answer", durable=True, result_ttl=3600)
+    found = await looker.get(job.id)
+    waiting = [asyncio.create_task(handle.result()) for handle in (job, found)]
+    await worker.resume("default")
+    assert await asyncio.wait_for(asyncio.gather(*waiting), 20) == [42, 42]
+
+
 async def test_who_waits_for_a_result_is_told_though_somebody_else_has_read_first_that_the_job_is_done(
     open_file: Open, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
