@@ -7915,7 +7915,8 @@ def decide(row: JobRow, outcome: Outcome, settings: Settings, now: int) -> Settl
             told = cast(Mapping[str, Any], outcome.value)
             return again(row, settings, now, now, attempts=back, singly=1, reason=SPLIT, **told)
         case "unstarted":
-            return again(row, settings, now, later(now, outcome.delay) if outcome.delay else row.run_at, attempts=back)
+            run_at = later(now, outcome.delay) if outcome.delay else row.run_at
+            return again(row, settings, now, run_at, attempts=back, reason=row.reason)
         case "parked":
             since = row.parked if row.parked is not None else now
             misfit = error_text(outcome.error) if outcome.error else None

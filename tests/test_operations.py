@@ -13,7 +13,7 @@ import pytest
 from clock import FakeClock
 from conftest import OpenAt
 from fleet import Fleet
-from helpers import Open, counted, edit, eventually, rows
+from helpers import Open, counted, edit, eventually, rows, stopped_at_once
 from servers import wait_until
 
 import tinyq
@@ -876,6 +876,38 @@ async def test_what_a_stranger_had_to_leave_pending_is_dead_when_one_comes_who_k
     await eventually(lambda: told, clock, 0.5)
     assert (ran, told) == ([], [job.id])
     assert rows(file, "state, reason, attempts, lost") == [("dead", "worker lost", 1, 1)]
+
+
+async def test_what_was_lost_for_good_is_not_started_after_a_worker_that_stopped_just_then_has_handed_it_back(
+    open_file: Open, file: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await (await open_file(worker=False)).enqueue("charge", durable=True)
+    lose(file, clock)
+    await eventually(lambda: rows(file, "state") == [("pending",)], clock, 0.5)
+    claim, claimed, arrive, ran = SQLiteStore.claim, asyncio.Event(), asyncio.Event(), list[str]()
+
+    async def arrives_late(store: SQLiteStore, *args: Any) -> tinyq.Claimed:
+        answer = await claim(store, *args)
+        if answer.rows:
+            claimed.set()
+            await arrive.wait()
+        return answer
+
+    async def charge() -> None:
+        ran.append("charged")
+
+    monkeypatch.setattr(SQLiteStore, "claim", arrives_late)
+    q = await open_file()
+    q.task(name="charge", on_lost="dead")(charge)
+    await eventually(claimed.is_set, clock, 0.5)
+    stopping = asyncio.create_task(stopped_at_once(q, clock))
+    await eventually(lambda: q._engine is None or q._engine.phase == "stopping")
+    arrive.set()
+    await stopping
+    assert rows(file, "state, reason, attempts, lost") == [("pending", "worker lost", 1, 1)]
+    (await open_file()).task(name="charge", on_lost="dead")(charge)
+    await eventually(lambda: rows(file, "state") == [("dead",)], clock, 0.5)
+    assert ran == []
 
 
 async def test_a_loss_that_was_survived_long_ago_does_not_end_a_job(open_file: Open, file: Path, clock: FakeClock) -> None:
