@@ -11080,7 +11080,7 @@ class Job(Generic[R_co]):
         handler = row.handler or self._engine.handlers.get(row.task)
         try:
             return cast(R_co, read_back(handler.result_codec if handler else ANYTHING, decode_json(row.result), "the result"))
-        except Misfit as error:
+        except (ValueError, RecursionError) as error:  # a Misfit, or what a hand has written
             raise NoResult(f"job {self.id} is done, and its result cannot be read here: {error}") from None
 
     async def exists(self) -> bool:

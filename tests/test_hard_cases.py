@@ -403,6 +403,18 @@ async def test_options_that_cannot_be_read_leave_their_job_dead_and_its_neighbou
     assert bad.status is State.DEAD
 
 
+@pytest.mark.parametrize("written", ["not JSON", "", pytest.param("[" * 100_000, id="nested too deep")])
+async def test_a_result_that_a_hand_has_spoilt_cannot_be_read_and_the_error_says_so(
+    open_file: Open, file: Path, written: str
+) -> None:
+    q, looker = await open_file(), await open_file(worker=False)
+    job = await q.task(name="answer", durable=True, result_ttl=3600)(lambda: 42).enqueue()
+    assert await job.result(timeout=20) == 42
+    edit(file, "UPDATE tinyq_jobs SET result = ?", written)
+    with pytest.raises(NoResult, match="is done, and its result cannot be read here"):
+        await (await looker.get(job.id)).result()
+
+
 async def test_options_that_cannot_be_read_do_not_keep_other_jobs_of_a_lost_worker_from_being_reclaimed(
     open_file: Open, file: Path, clock: FakeClock
 ) -> None:
