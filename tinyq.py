@@ -4032,8 +4032,11 @@ class MemoryStore:
         return heapq.nlargest(limit, (row for row in rows if ended_at(row) < before), key=ended_at)
 
     async def overdue(self, before: int) -> Sequence[Overdue]:
-        found = []
-        for (queue, task, value, *_), heap in self._lanes.items():
+        found, late = [], dict[tuple[str, str, str | None, bool, int], list[Entry]]()
+        for entry in self._later:  # which no claim has looked at since: no slot is free
+            if entry[1] < before:
+                late.setdefault((entry[4].queue, entry[4].task, entry[4].limit_value, False, LATER), []).append(entry)
+        for (queue, task, value, *_), heap in (*self._lanes.items(), *late.items()):
             since = [entry[1] for entry in heap if not self._stale(entry)]
             if since and min(since) < before and queue not in self.held:
                 found.append(Overdue(queue, task, value or "", min(since), len(since)))
@@ -4540,6 +4543,10 @@ SELECT min(run_at), (SELECT count(*) FROM (SELECT 1 FROM tinyq_jobs WHERE ready 
     FROM (SELECT (SELECT max(priority) FROM tinyq_jobs WHERE ready = 1 AND lane = :lane) AS best UNION ALL
           SELECT (SELECT min(priority) FROM tinyq_jobs WHERE ready = 1 AND lane = :lane)) AS here
 )"""
+OVERDUE_LATER: Final = (  # what no claim has moved over, as no slot is free
+    "SELECT queue, task, coalesce(limit_value, ''), min(run_at), count(*) FROM (SELECT queue, task, limit_value, run_at "
+    "FROM tinyq_jobs WHERE ready = 0 AND namespace = ? AND run_at < ? ORDER BY run_at LIMIT 10000) GROUP BY 1, 2, 3"
+)
 COUNTS: Final = (
     "SELECT queue, task, state, count(*), sum(ready IN (1, 3) OR (ready = 0 AND run_at <= ?)) FROM tinyq_jobs "
     "WHERE namespace = ? GROUP BY queue, task, state ORDER BY queue, task, state"
@@ -5216,7 +5223,8 @@ def overdue_lanes(db: sqlite3.Connection, namespace: str, before: int) -> list[O
             since, count = db.execute(OVERDUE, {"lane": lane}).fetchone()
             if since is not None and since < before:
                 found.append(Overdue(queue_name, task_name, value or "", since, count))
-    return found
+    not_moved = [Overdue(*late) for late in db.execute(OVERDUE_LATER, (namespace, before))]
+    return found + [late for late in not_moved if late.queue not in paused]
 
 
 def extend_leases(db: sqlite3.Connection, claims: Sequence[tuple[int, int, str | None]], lease: int) -> dict[int, int | None]:
@@ -8271,6 +8279,8 @@ class Crew:
         if not tier.claiming:
             return math.inf
         if self._slots.full():
+            if not self._watching:
+                self.pace_wake.set()
             return math.inf  # a slot that comes free wakes both tiers
         if self._slots.lent and any(other.durable and other.claiming for other in self.tiers):
             tier.waits_for_room = True  # (once that tier is closed, what its last claim still brings is handed back)

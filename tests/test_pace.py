@@ -54,6 +54,30 @@ async def test_jobs_that_wait_for_slots_are_one_warning_until_they_have_caught_u
     await eventually(lambda: told(caplog, "'default' has caught up with the jobs of task report", level=logging.INFO), clock, 1)
 
 
+@pytest.mark.parametrize("delay", [0, 2])
+async def test_what_comes_due_while_all_slots_are_taken_is_told_of(
+    open_q: Open, durable: bool, clock: FakeClock, caplog: Lines, delay: int
+) -> None:
+    q = await open_q(concurrency=1, behind_after=10)
+    began, go_on = asyncio.Event(), asyncio.Event()
+
+    @q.task(name="hang")
+    async def hang() -> None:
+        began.set()
+        await go_on.wait()
+
+    @q.task(name="report")
+    async def report() -> None: ...
+
+    await q.enqueue(hang, delay=1, durable=durable)
+    await eventually(began.is_set, clock, 1)
+    await q.enqueue(report, delay=delay, durable=durable)
+    await pass_time(clock, 60)
+    [line] = told(caplog, "falls behind")
+    assert "of task report wait" in line and "all its slots are taken, by hang (1)" in line
+    go_on.set()
+
+
 async def test_a_queue_with_slots_of_its_own_is_named_with_the_option_that_helps(
     open_at: OpenAt, clock: FakeClock, caplog: Lines
 ) -> None:
