@@ -8900,7 +8900,8 @@ class Crew:
             limit = f"max_running={terms.running}" if terms.running <= terms.total else f"max_running_total={terms.total}"
             return f"its {limit} is reached{' for ' + late.value if late.value else ''}: raise it, or let them wait"
         if slots.named.get(late.queue, slots.shared) <= 0:
-            pool = [job for job in self.running.values() if (job.queue == late.queue if named else job.queue not in slots.named)]
+            mine = [job for job in self.running.values() if (job.queue == late.queue if named else job.queue not in slots.named)]
+            pool = dict.fromkeys(job.call or job for job in mine)  # which take a slot each
             names = ", ".join(f"{task} ({n})" for task, n in Counter(job.task for job in pool).most_common(3))
             longest = max((self._clock.monotonic() - job.deadline + job.settings.timeout for job in pool), default=0.0)
             took = f", for up to {longest:.1f} s" if 0 < longest < math.inf else ""

@@ -78,6 +78,30 @@ async def test_what_comes_due_while_all_slots_are_taken_is_told_of(
     go_on.set()
 
 
+async def test_calls_of_batch_handlers_are_told_of_as_the_slots_that_they_take(
+    open_q: Open, durable: bool, clock: FakeClock, caplog: Lines
+) -> None:
+    q = await open_q(concurrency=1, behind_after=10)
+    began, go_on = asyncio.Event(), asyncio.Event()
+
+    @q.batch(3, name="poll")
+    async def poll(items: list[int]) -> None:
+        began.set()
+        await go_on.wait()
+
+    @q.task(name="report")
+    async def report() -> None: ...
+
+    for timeout in (60, 600):  # of which the call has the longest
+        await poll.options(timeout=timeout, delay=1, durable=durable).enqueue(timeout)
+    await eventually(began.is_set, clock, 1)
+    await q.enqueue(report, durable=durable)
+    await eventually(lambda: told(caplog, "falls behind"), clock, 1)
+    [line] = told(caplog, "falls behind")
+    assert "all its slots are taken, by poll (1), for up to 1" in line
+    go_on.set()
+
+
 async def test_a_queue_with_slots_of_its_own_is_named_with_the_option_that_helps(
     open_at: OpenAt, clock: FakeClock, caplog: Lines
 ) -> None:
