@@ -8195,11 +8195,11 @@ class Spells:
         return now - before > max(60.0, 3 * every)
 
 
-def tell_slow(name: str, took: float, period: float, rule: str) -> None:
+def tell_slow(name: str, took: float, period: float, rule: str, batch: bool = False) -> None:
     log.warning(
         "%s takes longer than its period: %.1f s, and it is due each %g s, so fire times are skipped (%s): make it shorter or "
-        "its period longer, or let one call do the work of many (batch)",
-        name, took, period, rule,
+        "its period longer%s",
+        name, took, period, rule, "" if batch else ", or let one call do the work of many (batch)",
     )  # fmt: skip
 
 
@@ -8778,7 +8778,8 @@ class Crew:
     def _note_ran(self, job: Running, ran: Ran, now: int) -> None:
         period = interval_of(cast(str, job.recurrence))[0]
         if 0 < period < now - ran.started and self._spells.begins(job.task, period / 1e6):
-            tell_slow(f"recurring job {job.task} {(job.key or '')[2:]!r}", (now - ran.started) / 1e6, period / 1e6, "overlap")
+            name, took = f"recurring job {job.task} {(job.key or '')[2:]!r}", (now - ran.started) / 1e6
+            tell_slow(name, took, period / 1e6, "overlap", job.handler.batch)
         if ran.missed:
             self._note_missed(job, ran)
 

@@ -178,6 +178,21 @@ async def test_a_recurring_job_that_takes_longer_than_its_period_is_one_warning(
     assert "recurring job poll" in line and "it is due each 2 s" in line and "batch" in line
 
 
+async def test_a_batch_handler_that_takes_longer_than_the_period_is_not_told_to_become_one(
+    open_q: Open, clock: FakeClock, caplog: Lines
+) -> None:
+    q = await open_q()
+
+    @q.batch(10, name="poll")
+    async def poll(numbers: list[int]) -> None:
+        await clock.wait(asyncio.Event(), 2.5)
+
+    await q.schedule(poll, 7, when=Every(2), key="7")
+    await eventually(lambda: told(caplog, "takes longer than its period"), clock, 0.5)
+    [line] = told(caplog, "takes longer than its period")
+    assert line.endswith("make it shorter or its period longer")
+
+
 async def test_a_schedule_that_takes_longer_than_its_period_is_one_warning(
     open_at: OpenAt, clock: FakeClock, caplog: Lines
 ) -> None:
