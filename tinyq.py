@@ -10346,10 +10346,11 @@ class Engine(Inquiries):
 
     async def look_at_pauses(self, schedules: Sequence[Periodic]) -> None:
         """Learn which are paused: another process may have paused or resumed them since they were due here."""
-        for tier in {self.tier_of(schedule) for schedule in schedules}:
-            paused = await tier.store.suspended()
-            for schedule in schedules:
-                schedule.paused = schedule.name in paused if self.tier_of(schedule) is tier else schedule.paused
+        for tier in self.crew.tiers:
+            of_tier = [schedule for schedule in schedules if self.tier_of(schedule) is tier]
+            paused = await tier.store.suspended() if of_tier else frozenset()
+            for schedule in of_tier:
+                schedule.paused = schedule.name in paused
 
     def add_schedule(self, schedule: Periodic) -> None:
         shared, serves = self.is_shared(schedule), self.config.serves
@@ -12535,6 +12536,9 @@ def names_from(aliases: object) -> list[str]:
 
 def one_way(verb: str, ids: Sequence[str], task: object, all: object) -> None:
     """TypeError unless exactly one way of naming jobs was used."""
+    for id in ids:
+        if not isinstance(id, str):
+            raise TypeError(f"{verb}() takes ids one after another, and {id!r} is none: give {verb}(id, …), or {verb}(*ids)")
     if bool(ids) + (task is not None) + flag(all, "all") != 1:
         raise TypeError(
             f"{verb}() takes ids, or task=…, or all=True, one of these: given were {len(ids)} ids, task={task!r}, all={all}"

@@ -257,6 +257,14 @@ async def test_an_id_whose_key_is_taken_is_still_an_error(q: TinyQ, durable: boo
 
 
 @pytest.mark.parametrize("verb", ["requeue", "purge"])
+@pytest.mark.parametrize("wrong", [["an id"], b"an id", 7], ids=["a list", "bytes", "a number"])
+async def test_what_is_no_id_is_refused_with_the_way_out(open_file: Open, verb: str, wrong: object) -> None:
+    q = await open_file()
+    with pytest.raises(TypeError, match=rf"{verb}\(\) takes ids one after another, and .* is none: give {verb}\(id, …\), or"):
+        await getattr(q, verb)("an id", wrong)
+
+
+@pytest.mark.parametrize("verb", ["requeue", "purge"])
 @pytest.mark.parametrize("by", ["ids", "task", "all"])
 async def test_many_rows_are_changed_in_transactions_of_500(
     open_file: Open, file: Path, monkeypatch: pytest.MonkeyPatch, verb: str, by: str
