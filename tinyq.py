@@ -3806,7 +3806,7 @@ class MemoryStore:
         row.ready = claimable(row.run_at, row.lost, now)
         row.ticket += 1
         if not self.firing and row.recurrence and row.attempts + row.snoozes + row.interruptions == 0:
-            return
+            return  # a next fire time; what has begun goes on within the grace
         if row.ready == LATER:
             heap, priority = self._later, 0
         else:
